@@ -1,0 +1,135 @@
+"""attention(): check the arguments, plan, and call the one Function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.backend import Call, Score, choose
+from ringflash.parallel.function import RingAttentionFunction, Work
+from ringflash.parallel.inprocess import Alone
+from ringflash.ring import Ring
+from ringflash.schedule.layout import Contiguous
+from ringflash.schedule.mask import Full, Mask
+from ringflash.schedule.plan import Plan, plan
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ring: Ring | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    score: Score | None = None,
+    length: int | None = None,
+    backend: str | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, softmax(scale * q k^T) v, of a sequence that lies on one device or is cut across a ring.
+
+    q: [B, Sq, Hq, D]; k: [B, Sk, Hk, D]; v: [B, Sk, Hk, Dv]. fp16, bf16, fp32 or fp64, all alike, on one device. Hq is a
+        multiple of Hk, and query head h uses key head h // (Hq // Hk). With a ring these are this rank's shards, as
+        Ring.shard cuts them.
+    ring: the ranks that share the sequence; None is this device alone.
+    mask: which keys a query sees; None is Full(). Where Sq and Sk differ the last query stands at the last key.
+    scale: factor of the scores, None is D**-0.5; or score: a Score with all that is done to the scores, not both.
+    length: tokens of the whole sequence, where the ranks do not divide it; None is ranks times the local length.
+    backend: "triton", "cudnn", "flash" or "reference" insists on that one; None takes the best that can serve the call.
+    deterministic: the same bits on every run, at some cost in backward; None follows
+        torch.are_deterministic_algorithms_enabled().
+
+    Returns out [B, Sq, Hq, Dv] in q's type, and with return_lse also lse [B, Sq, Hq], the natural log of the sum of
+    exp(scores), fp32 (fp64 for fp64 inputs), -inf for a row that sees no key, whose out is 0. Both are differentiable,
+    once. Sums and travelling gradients are kept in lse's type and rounded once, at the end.
+
+    Raises TypeError for wrong types and ValueError for wrong values before anything is sent, NotImplementedError where
+    no backend, or not the one named, can serve the call.
+
+    Source: Liu et al., arXiv:2310.01889 (ring); Dao, arXiv:2307.08691 (local kernels).
+    """
+    mask = Full() if mask is None else mask
+    _check_tensors(q, k, v)
+    if not isinstance(mask, Mask):
+        raise TypeError(f"attention: mask is {type(mask).__name__}; must be a Mask such as Causal(). {_MASK_HINT}")
+    if ring is not None and not isinstance(ring, Ring):
+        raise TypeError(f"attention: ring is {type(ring).__name__}; must be a Ring or None")
+    if scale is not None and score is not None:
+        raise ValueError(f"attention: scale = {scale} and score = {score}; give one, Score(scale=...) holds both")
+    score = (Score(scale=scale) if score is None else score).resolve(q.shape[-1])
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    call = Call(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score, deterministic)
+    chosen = choose(call, backend).backend
+    the_plan = _plan(q, k, ring, mask, length)
+    if ring is not None:
+        ring.agree("attention", _facts(q, k, v, the_plan, chosen.name))
+    work = Work(the_plan, score, chosen, Alone() if ring is None else ring.transport, deterministic)
+    out, lse = RingAttentionFunction.apply(*(_last_stride_one(x) for x in (q, k, v)), work)
+    return (out, lse) if return_lse else out
+
+
+_MASK_HINT = "Boolean and additive mask tensors are not supported: say the rule, for example Causal() & Window(1023, 0)"
+
+
+def _plan(q: Tensor, k: Tensor, ring: Ring | None, mask: Mask, length: int | None) -> Plan:
+    Sq, Sk = q.shape[1], k.shape[1]
+    if ring is None:
+        if length not in (None, Sk):
+            raise ValueError(f"attention: length = {length} without a ring, but k has {Sk} tokens; leave length out")
+        return plan(mask, Contiguous(), Sk, query_length=Sq)
+    if length is not None and Sq != Sk:
+        raise ValueError(f"attention: length = {length} with {Sq} queries and {Sk} keys; length is for self-attention")
+    key_length = ring.whole_length("attention", Sk, length)
+    query_length = key_length if Sq == Sk else ring.whole_length("attention", Sq, None)
+    return plan(mask, ring.layout, key_length, ring.rank, ring.ranks, query_length)
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, the_plan: Plan, backend: str) -> dict[str, object]:
+    """What must be alike on all ranks for their messages to fit. The mask is left out: it may change every step."""
+    return {
+        "length": the_plan.length,
+        "query length": the_plan.query_length,
+        "batch": q.shape[0],
+        "query heads": q.shape[2],
+        "key heads": k.shape[2],
+        "head_dim": q.shape[3],
+        "value_dim": v.shape[3],
+        "dtype": str(q.dtype),
+        "backend": backend,
+    }
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"attention: {name} is {type(x).__name__}; must be a tensor")
+        if x.dim() != 4:
+            raise ValueError(f"attention: {name} has shape {tuple(x.shape)}; must have 4 axes [batch, tokens, heads, dim]")
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(f"attention: {name} is {x.dtype}; must be float16, bfloat16, float32 or float64")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"attention: q is {q.dtype} and {name} is {x.dtype}; must be alike")
+        if x.device != q.device:
+            raise ValueError(f"attention: q is on {q.device} and {name} on {x.device}; must be on one device")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"attention: q has batch {q.shape[0]} and {name} has {x.shape[0]}; must be equal")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"attention: k has {k.shape[1]} tokens and {k.shape[2]} heads, v has {v.shape[1]} and {v.shape[2]}; must be equal"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"attention: q has head dim {q.shape[3]} and k has {k.shape[3]}; must be equal")
+    if 0 in (q.shape[0], q.shape[2], q.shape[3], k.shape[2], v.shape[3]):
+        raise ValueError(f"attention: q has shape {tuple(q.shape)}, v {tuple(v.shape)}; only tokens may be 0")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"attention: q has {q.shape[2]} heads and k has {k.shape[2]}; query heads must be a multiple of key heads"
+        )
+
+
+def _last_stride_one(x: Tensor) -> Tensor:
+    """Kernels and messages read rows of one token and head as they lie; a transposed head dim is copied once, here."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,1 @@
+"""HOW one piece is computed: one device, no process group."""

@@ -1,0 +1,143 @@
+"""The contract that every backend meets, Score, and the choice among backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.partial import Partial
+from ringflash.schedule.tiles import Bounds
+
+# Where each backend lives. Modules are imported when they are asked, so that the core needs neither triton nor a GPU.
+BACKENDS = {
+    "triton": "ringflash.kernels.triton.launch",
+    "cudnn": "ringflash.kernels.vendor",
+    "flash": "ringflash.kernels.vendor",
+    "reference": "ringflash.kernels.reference",
+}
+# Who is asked first where the user names nobody. On a CPU the reference is the kernel; torch's own flash kernels round
+# every partial result to the input type, so inside a ring they are taken only when named.
+PREFERENCE = {"cuda": ("triton", "reference"), "cpu": ("reference",)}
+
+
+@dataclass(frozen=True)
+class Score:
+    """What is done to q . k before the softmax.
+
+    scale: factor of the scores; None is 1 / sqrt(head dim), 0.0 is a value and gives the plain average.
+    """
+
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not isinstance(self.scale, (int, float)):
+            raise TypeError(f"Score: scale is {type(self.scale).__name__}; must be a float or None")
+        if self.scale is not None and not abs(self.scale) < float("inf"):
+            raise ValueError(f"Score: scale = {self.scale}; must be finite")
+
+    def resolve(self, head_dim: int) -> Score:
+        """The same score with every default filled in."""
+        return self if self.scale is not None else Score(scale=head_dim**-0.5)
+
+    @property
+    def factor(self) -> float:
+        assert self.scale is not None, "Score.resolve() comes first"
+        return float(self.scale)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backend must know to say whether it can serve. Heads and dims are those of all inputs of one call."""
+
+    device: torch.device
+    dtype: torch.dtype
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    score: Score
+    deterministic: bool
+
+
+class Backend(ABC):
+    """Attention of local queries over one source's keys, on one device.
+
+    Shapes: q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv], last stride 1; Hq a multiple of Hk, query head h uses
+    key head h // (Hq // Hk). Bounds are local: rows are queries, columns are keys.
+    """
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, call: Call) -> str | None:
+        """None, or in one sentence why this backend cannot serve the call. Never raises."""
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
+    ) -> Partial:
+        """Attention over these keys, merged into `into` (in place) if given. See Partial for shapes."""
+
+    @abstractmethod
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        bounds: Bounds,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        deterministic: bool,
+    ) -> None:
+        """Add these keys' share of the gradients into dq, dk, dv, given by the caller in the accumulate type.
+
+        dout: [B, Sq, Hq, Dv]; lse, delta: [B, Sq, Hq] of the whole row, over the keys of all sources.
+        deterministic: the same bits on every run.
+        """
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves, and why the ones asked before it do not: (name, reason) in the order they were asked."""
+
+    backend: Backend
+    refusals: tuple[tuple[str, str], ...]
+
+
+@lru_cache(maxsize=256)
+def choose(call: Call, name: str | None = None) -> Choice:
+    """The backend named, or the first of the device's preference that does not refuse.
+
+    Raises ValueError for an unknown name, NotImplementedError with every reason if nobody can serve.
+    """
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend = {name!r}; must be None or one of {', '.join(map(repr, BACKENDS))}")
+    refusals: list[tuple[str, str]] = []
+    for candidate in PREFERENCE.get(call.device.type, ("reference",)) if name is None else (name,):
+        backend, reason = _load(candidate)
+        if backend is not None:
+            reason = backend.refuses(call)
+            if reason is None:
+                return Choice(backend, tuple(refusals))
+        refusals.append((candidate, str(reason)))
+    reasons = "; ".join(f"backend {n!r} cannot run this call: {reason}" for n, reason in refusals)
+    raise NotImplementedError(reasons if name is None else f"{reasons}. Use backend='reference' or None")
+
+
+def _load(name: str) -> tuple[Backend | None, str | None]:
+    """The backend, or why its module cannot be imported here."""
+    try:
+        module = import_module(BACKENDS[name])
+    except ImportError as error:
+        return None, f"{error}"
+    return module.backends()[name], None

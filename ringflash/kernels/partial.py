@@ -1,0 +1,68 @@
+"""Partial results of attention and their merge: online softmax across pieces.
+
+Source: Milakov & Gimelshein, arXiv:1805.02867; Liu et al., arXiv:2310.01889.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Rows whose product with the output is formed at once in `delta`: bounds the fp32 temporaries of very long shards.
+DELTA_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention of some queries over some of their keys.
+
+    out: [B, Sq, Hq, Dv], normalised over the keys seen so far.
+    lse: [B, Sq, Hq], natural log of the sum of exp(score); -inf for a row that has seen no key, whose out is 0.
+    Both fp32, or fp64 for fp64 inputs.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, value_dim: int) -> Partial:
+        """No key seen yet: the identity of `merge`, for queries q [B, Sq, Hq, D]."""
+        dtype = accumulate_dtype(q.dtype)
+        B, Sq, Hq, _ = q.shape
+        return cls(q.new_zeros(B, Sq, Hq, value_dim, dtype=dtype), q.new_full((B, Sq, Hq), -torch.inf, dtype=dtype))
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of partial results, travelling gradients and sums: fp32, and fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Combine attention over two disjoint sets of keys.
+
+        lse = log(exp(a.lse) + exp(b.lse))
+        out = exp(a.lse - lse) * a.out + exp(b.lse - lse) * b.out
+
+    Associative, commutative, identity (0, -inf), finite for any gap of lse, differentiable.
+    """
+    lse = torch.logaddexp(a.lse, b.lse)
+    # Finite pivot where neither side saw a key: -inf - (-inf) would be NaN, in the gradient even behind a where().
+    pivot = torch.where(lse == -torch.inf, 0.0, lse)
+    out = torch.exp(a.lse - pivot)[..., None] * a.out + torch.exp(b.lse - pivot)[..., None] * b.out
+    return Partial(out, lse)
+
+
+def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, [B, Sq, Hq] in the accumulate type: all that backward needs of the output.
+
+    out, dout: [B, Sq, Hq, Dv] the merged output and its gradient; dlse: [B, Sq, Hq] gradient of lse, or None.
+    """
+    dtype = accumulate_dtype(out.dtype)
+    rows = [
+        torch.linalg.vecdot(o.to(dtype), d.to(dtype))
+        for o, d in zip(out.split(DELTA_ROWS, dim=1), dout.split(DELTA_ROWS, dim=1), strict=True)
+    ]
+    total = torch.cat(rows, dim=1)
+    return total if dlse is None else total - dlse.to(dtype)

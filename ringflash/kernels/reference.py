@@ -1,0 +1,123 @@
+"""Attention in plain torch, block by block, on any device: the definition of correct, and the kernel of CPUs.
+
+Never holds a score matrix larger than one block of BLOCK x BLOCK pairs for all heads, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ringflash.kernels.backend import Backend, Call, Score
+from ringflash.kernels.partial import Partial, accumulate_dtype, merge
+from ringflash.schedule.tiles import Bounds
+
+# Large enough that the matrix products dominate Python, small enough that 8 heads of scores take 8 MiB.
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows and keys of one block, and which of its pairs are hidden ([1 or B, 1, 1, rows, keys]; None: all are seen)."""
+
+    rows: slice
+    keys: slice
+    hidden: Tensor | None
+
+
+class Reference(Backend):
+    name = "reference"
+
+    def refuses(self, call: Call) -> str | None:
+        if not call.dtype.is_floating_point or call.dtype.itemsize < 2:
+            return f"dtype {call.dtype} is not one of float16, bfloat16, float32, float64"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
+    ) -> Partial:
+        partial = Partial.empty(q, v.shape[-1]) if into is None else into
+        Hk = k.shape[2]
+        for block in _blocks(bounds, q.device):
+            s = _scores(q[:, block.rows], k[:, block.keys], score, block.hidden)
+            lse = torch.logsumexp(s, dim=-1)
+            p = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+            out = p @ _by_head(v[:, block.keys], Hk)
+            here = Partial(
+                rearrange(out, "B Hk group Sq Dv -> B Sq (Hk group) Dv"),
+                rearrange(lse, "B Hk group Sq -> B Sq (Hk group)"),
+            )
+            before = Partial(partial.out[:, block.rows], partial.lse[:, block.rows])
+            merged = merge(before, here)
+            before.out.copy_(merged.out)
+            before.lse.copy_(merged.lse)
+        return partial
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        bounds: Bounds,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        deterministic: bool,
+    ) -> None:
+        Hk = k.shape[2]
+        for block in _blocks(bounds, q.device):
+            q_b, dout_b = _by_head(q[:, block.rows], Hk), _by_head(dout[:, block.rows], Hk)
+            k_b, v_b = _by_head(k[:, block.keys], Hk), _by_head(v[:, block.keys], Hk)
+            lse_b, delta_b = (rearrange(t[:, block.rows], "B Sq (Hk group) -> B Hk group Sq 1", Hk=Hk) for t in (lse, delta))
+            s = _scores(q[:, block.rows], k[:, block.keys], score, block.hidden)
+            # Rows without any key have lse = -inf and s = -inf everywhere; a finite pivot makes their p 0, not NaN.
+            p = torch.exp(s - torch.where(lse_b == -torch.inf, 0.0, lse_b))
+            ds = p * (dout_b @ v_b.mT - delta_b) * score.factor
+            dq[:, block.rows] += rearrange(ds @ k_b, "B Hk group Sq D -> B Sq (Hk group) D")
+            dk[:, block.keys] += rearrange((ds.mT @ q_b).sum(2), "B Hk Sk D -> B Sk Hk D")
+            dv[:, block.keys] += rearrange((p.mT @ dout_b).sum(2), "B Hk Sk Dv -> B Sk Hk Dv")
+
+
+def _by_head(x: Tensor, key_heads: int) -> Tensor:
+    """[B, S, H, D] as [B, Hk, group, S, D] in the accumulate type; keys have a group of one."""
+    return rearrange(x.to(accumulate_dtype(x.dtype)), "B S (Hk group) D -> B Hk group S D", Hk=key_heads)
+
+
+def _scores(q: Tensor, k: Tensor, score: Score, hidden: Tensor | None) -> Tensor:
+    """Scores [B, Hk, group, Sq, Sk] of one block, -inf where hidden."""
+    Hk = k.shape[2]
+    s = (_by_head(q, Hk) @ _by_head(k, Hk).mT) * score.factor
+    return s if hidden is None else s.masked_fill(hidden, -torch.inf)
+
+
+def _blocks(bounds: Bounds, device: torch.device) -> Iterator[Block]:
+    """The blocks with something to see. Bounds are monotone, so a block's first and last rows tell its range."""
+    if bounds.is_empty:
+        return
+    lo_d, hi_d = bounds.to(device)
+    for start in range(0, bounds.rows, BLOCK):
+        rows = slice(start, min(start + BLOCK, bounds.rows))
+        lo, hi = bounds.lo[:, rows], bounds.hi[:, rows]
+        first, past = int(lo[:, 0].min()), int(hi[:, -1].max())
+        all_from, all_until = int(lo[:, -1].max()), int(hi[:, 0].min())
+        for key in range(first, past, BLOCK):
+            keys = slice(key, min(key + BLOCK, past))
+            hidden = None
+            if keys.start < all_from or keys.stop > all_until:
+                column = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device)
+                seen = (lo_d[:, rows, None] <= column) & (column < hi_d[:, rows, None])
+                hidden = ~seen[:, None, None]
+            yield Block(rows, keys, hidden)
+
+
+def backends() -> dict[str, Backend]:
+    """What this module offers to `choose`."""
+    return {"reference": Reference()}

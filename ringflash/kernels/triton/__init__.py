@@ -1,0 +1,1 @@
+"""Flash-attention kernels for any GPU that Triton supports."""

@@ -1,0 +1,198 @@
+"""Backward kernels. Both recompute p = exp(s - lse) from the row's final lse; delta is rowsum(dout * out) - dlse.
+
+`key_gradient_kernel` is column-parallel: a program owns a block of keys, dk and dv stay in its registers, and dq is
+added up across programs by atomics. `query_gradient_kernel` owns rows instead; the two together, the first without dq,
+need no atomics: the deterministic mode.
+"""
+
+import triton
+import triton.language as tl
+
+from ringflash.kernels.triton.forward import LOG2_E, load_rows, split_blocks
+
+
+@triton.jit
+def _score_gradient(q, k, v, dout, lse_log2, delta, scale_log2, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """(p, ds), both transposed, [BLOCK_K, BLOCK_Q] fp32, without the scale that dq and dk still need.
+
+    visible: [BLOCK_K, BLOCK_Q], read only if MASKED.
+    """
+    s = tl.dot(k, q.T, input_precision=PRECISION)
+    p = tl.exp2(s * scale_log2 - lse_log2[None, :])
+    if MASKED:
+        # After the exponential: rows that see nothing have lse = -inf and give inf here, never NaN.
+        p = tl.where(visible, p, 0.0)
+    dp = tl.dot(v, dout.T, input_precision=PRECISION)
+    return p, p * (dp - delta[None, :])
+
+
+@triton.jit
+def _visit_rows(
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, lo, hi, start, end, n_begin, n_end,
+    stride_qs, stride_dos, Hq, scale, scale_log2,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the share of row blocks n_begin..n_end to dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]."""
+    for n in range(n_begin, n_end):
+        row = start + n * BLOCK_Q
+        offs_q = row + tl.arange(0, BLOCK_Q)
+        in_rows = offs_q < end
+        q = load_rows(q_ptr, row, end, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, MASKED)  # [BLOCK_Q, BLOCK_D]
+        dout = load_rows(dout_ptr, row, end, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, MASKED)  # [BLOCK_Q, BLOCK_DV]
+        if MASKED:
+            lse_log2 = tl.load(lse_ptr + offs_q.to(tl.int64) * Hq, mask=in_rows, other=0.0) * LOG2_E
+            delta = tl.load(delta_ptr + offs_q.to(tl.int64) * Hq, mask=in_rows, other=0.0)
+        else:
+            lse_log2 = tl.load(lse_ptr + offs_q.to(tl.int64) * Hq) * LOG2_E
+            delta = tl.load(delta_ptr + offs_q.to(tl.int64) * Hq)
+        visible = (lo[:, None] <= offs_q[None, :]) & (offs_q[None, :] < hi[:, None])
+        p, ds = _score_gradient(q, k, v, dout, lse_log2, delta, scale_log2, visible, MASKED, PRECISION)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = ds.to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if ADD_DQ:
+            dq = tl.dot(ds.T, k, input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_D]
+            offs_d = tl.arange(0, BLOCK_D)
+            dq_ptrs = dq_ptr + offs_q.to(tl.int64)[:, None] * (Hq * HEAD_DIM) + offs_d[None, :]
+            tl.atomic_add(dq_ptrs, dq, mask=in_rows[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "stride_bounds"])
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Sk, Hq, Hk, scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dk [B, Sk, Hk, HEAD_DIM], dv [B, Sk, Hk, VALUE_DIM] and, if ADD_DQ, dq [B, Sq, Hq, HEAD_DIM]; fp32.
+
+    lse, delta: [B, Sq, Hq] fp32, contiguous like the gradients. lo, hi: [1 or B, Sk], the rows that see each key.
+    """
+    # First keys first: under causal masks most rows see them.
+    key = tl.program_id(0) * BLOCK_K
+    hk = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    group = Hq // Hk
+    lo_ptr += b * stride_bounds
+    hi_ptr += b * stride_bounds
+    start, n_left, n_full, n_all, end = split_blocks(lo_ptr, hi_ptr, key, tl.minimum(key + BLOCK_K, Sk) - 1, BLOCK_Q)
+    if n_all == 0:
+        return
+    offs_k = key + tl.arange(0, BLOCK_K)
+    in_keys = offs_k < Sk
+    lo = tl.load(lo_ptr + offs_k, mask=in_keys, other=0)
+    hi = tl.load(hi_ptr + offs_k, mask=in_keys, other=0)
+    k_base = k_ptr + b * stride_kb + hk.to(tl.int64) * stride_kh
+    v_base = v_ptr + b * stride_vb + hk.to(tl.int64) * stride_vh
+    k = load_rows(k_base, key, Sk, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, True)  # [BLOCK_K, BLOCK_D]
+    v = load_rows(v_base, key, Sk, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, True)  # [BLOCK_K, BLOCK_DV]
+    scale_log2 = scale * LOG2_E
+
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    # The heads of a group share these keys: their sum is formed here, so dk and dv need no atomics.
+    for member in range(0, group):
+        h = hk * group + member
+        q_base = q_ptr + b * stride_qb + h.to(tl.int64) * stride_qh
+        dout_base = dout_ptr + b * stride_dob + h.to(tl.int64) * stride_doh
+        lse_base = lse_ptr + b * Sq * Hq + h
+        delta_base = delta_ptr + b * Sq * Hq + h
+        dq_base = dq_ptr + (b * Sq * Hq + h) * HEAD_DIM
+        dk, dv = _visit_rows(
+            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, 0, n_left,
+            stride_qs, stride_dos, Hq, scale, scale_log2,
+            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION,
+        )  # fmt: skip
+        dk, dv = _visit_rows(
+            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, n_left, n_full,
+            stride_qs, stride_dos, Hq, scale, scale_log2,
+            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, False, ADD_DQ, PRECISION,
+        )  # fmt: skip
+        dk, dv = _visit_rows(
+            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, n_full, n_all,
+            stride_qs, stride_dos, Hq, scale, scale_log2,
+            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION,
+        )  # fmt: skip
+
+    token = (b * Sk + offs_k) * Hk + hk
+    _add_rows(dk_ptr, token, dk * scale, in_keys, HEAD_DIM, BLOCK_D)
+    _add_rows(dv_ptr, token, dv, in_keys, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _add_rows(ptr, row, x, in_rows, DIM: tl.constexpr, COLS: tl.constexpr):
+    """Add x [ROWS, COLS] to the caller's [*, DIM] fp32 rows, which no other program touches."""
+    cols = tl.arange(0, COLS)
+    ptrs = ptr + row.to(tl.int64)[:, None] * DIM + cols[None, :]
+    inside = in_rows[:, None] & (cols < DIM)[None, :]
+    tl.store(ptrs, tl.load(ptrs, mask=inside, other=0.0) + x, mask=inside)
+
+
+@triton.jit
+def _visit_keys_backward(
+    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale_log2,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the share of key blocks n_begin..n_end to dq [BLOCK_Q, BLOCK_D]."""
+    for n in range(n_begin, n_end):
+        key = start + n * BLOCK_K
+        offs_k = key + tl.arange(0, BLOCK_K)
+        k = load_rows(k_ptr, key, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
+        v = load_rows(v_ptr, key, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
+        visible = (lo[None, :] <= offs_k[:, None]) & (offs_k[:, None] < hi[None, :])
+        _, ds = _score_gradient(q, k, v, dout, lse_log2, delta, scale_log2, visible, MASKED, PRECISION)
+        dq = tl.dot(ds.to(k.dtype).T, k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=["Sq", "stride_bounds"])
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Hq, group, scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dq [B, Sq, Hq, HEAD_DIM] fp32, row-parallel; lo, hi [1 or B, Sq], the keys that each row sees."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    row = block * BLOCK_Q
+    lo_ptr += b * stride_bounds
+    hi_ptr += b * stride_bounds
+    start, n_left, n_full, n_all, end = split_blocks(lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K)
+    if n_all == 0:
+        return
+    q_ptr += b * stride_qb + h.to(tl.int64) * stride_qh
+    dout_ptr += b * stride_dob + h.to(tl.int64) * stride_doh
+    k_ptr += b * stride_kb + (h // group).to(tl.int64) * stride_kh
+    v_ptr += b * stride_vb + (h // group).to(tl.int64) * stride_vh
+    offs_q = row + tl.arange(0, BLOCK_Q)
+    in_rows = offs_q < Sq
+    token = (b * Sq + offs_q) * Hq + h
+    lo = tl.load(lo_ptr + offs_q, mask=in_rows, other=0)
+    hi = tl.load(hi_ptr + offs_q, mask=in_rows, other=0)
+    lse_log2 = tl.load(lse_ptr + token, mask=in_rows, other=0.0) * LOG2_E
+    delta = tl.load(delta_ptr + token, mask=in_rows, other=0.0)
+    q = load_rows(q_ptr, row, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
+    dout = load_rows(dout_ptr, row, Sq, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, True)  # [BLOCK_Q, BLOCK_DV]
+    scale_log2 = scale * LOG2_E
+
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    dq = _visit_keys_backward(
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale_log2,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+    )  # fmt: skip
+    dq = _visit_keys_backward(
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale_log2,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION,
+    )  # fmt: skip
+    dq = _visit_keys_backward(
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale_log2,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+    )  # fmt: skip
+    _add_rows(dq_ptr, token, dq * scale, in_rows, HEAD_DIM, BLOCK_D)

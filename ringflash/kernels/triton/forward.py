@@ -1,0 +1,146 @@
+"""Forward kernel: a program owns a block of queries of one head and visits the key blocks that they see."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(ptr, offset, count, stride, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [offset, offset + ROWS) of a [*, DIM] matrix, zero past column DIM and, if MASKED, from row `count` on."""
+    # The first row's offset is 64-bit: a shard of a million tokens has more elements than 32 bits count.
+    base = ptr + offset.to(tl.int64) * stride
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    ptrs = base + rows[:, None] * stride + cols[None, :]
+    if MASKED:
+        return tl.load(ptrs, mask=(offset + rows < count)[:, None] & (cols < DIM)[None, :], other=0.0)
+    if DIM == COLS:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=(cols < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def split_blocks(lo_ptr, hi_ptr, first, last, BLOCK: tl.constexpr):
+    """What rows first..last of monotone bounds visit: (start, masked-left, full, all blocks, end).
+
+    Blocks of BLOCK columns count from `start` = lo[first]. Columns in [lo[last], hi[first]) are seen by every row, so the
+    blocks inside need no mask; the two ragged ends do.
+    """
+    start = tl.load(lo_ptr + first)
+    end = tl.load(hi_ptr + last)
+    all_from = tl.load(lo_ptr + last)
+    all_until = tl.load(hi_ptr + first)
+    n_all = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
+    n_left = tl.minimum(tl.cdiv(tl.maximum(all_from - start, 0), BLOCK), n_all)
+    n_full = tl.maximum(tl.maximum(all_until - start, 0) // BLOCK, n_left)
+    return start, n_left, n_full, n_all, end
+
+
+@triton.jit
+def _visit_keys(
+    acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale_log2,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over key blocks n_begin..n_end: acc [BLOCK_Q, BLOCK_DV], row_max (log2) and row_sum [BLOCK_Q]."""
+    for n in range(n_begin, n_end):
+        key = start + n * BLOCK_K
+        k = load_rows(k_ptr, key, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
+        if MASKED:
+            offs_k = key + tl.arange(0, BLOCK_K)
+            seen = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])
+            s = tl.where(seen, s * scale_log2, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            # Pivot stays finite for rows without keys; -inf - (-inf) would be NaN.
+            pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2(s - pivot[:, None])
+        else:
+            # scale_log2 >= 0, so it commutes with max, and scaling costs nothing inside the fused multiply-add.
+            new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+            pivot = new_max
+            p = tl.exp2(s * scale_log2 - pivot[:, None])
+        shrink = tl.exp2(row_max - pivot)
+        row_sum = row_sum * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = load_rows(v_ptr, key, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["Sq", "stride_bounds"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, lo_ptr, hi_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_bounds, Sq, Hq, group, scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INTO: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [B, Sq, Hq, VALUE_DIM] and lse [B, Sq, Hq], fp32, contiguous; merged with what they hold if INTO.
+
+    lo, hi: [1 or B, Sq] int32; stride_bounds is 0 where batch rows share them.
+    """
+    # Last rows first: under causal masks they see most, and long programs started late would leave SMs idle.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    row = block * BLOCK_Q
+    q_ptr += b * stride_qb + h.to(tl.int64) * stride_qh
+    k_ptr += b * stride_kb + (h // group).to(tl.int64) * stride_kh
+    v_ptr += b * stride_vb + (h // group).to(tl.int64) * stride_vh
+    lo_ptr += b * stride_bounds
+    hi_ptr += b * stride_bounds
+
+    start, n_left, n_full, n_all, end = split_blocks(lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K)
+    if INTO:
+        if n_all == 0:
+            return
+    offs_q = row + tl.arange(0, BLOCK_Q)
+    in_rows = offs_q < Sq
+    lo = tl.load(lo_ptr + offs_q, mask=in_rows, other=0)
+    hi = tl.load(hi_ptr + offs_q, mask=in_rows, other=0)
+    q = load_rows(q_ptr, row, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
+    # A negative scale is moved into q, where a change of sign is exact, so that the loop may assume scale >= 0.
+    q = (q * tl.where(scale < 0, -1.0, 1.0)).to(q_ptr.dtype.element_ty)
+    scale_log2 = tl.abs(scale) * LOG2_E
+
+    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    acc, row_max, row_sum = _visit_keys(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale_log2,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+    )  # fmt: skip
+    acc, row_max, row_sum = _visit_keys(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale_log2,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION,
+    )  # fmt: skip
+    acc, row_max, row_sum = _visit_keys(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale_log2,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+    )  # fmt: skip
+
+    is_seen = row_sum > 0
+    out = acc * tl.where(is_seen, 1.0 / row_sum, 0.0)[:, None]
+    lse = tl.where(is_seen, row_max * LN_2 + tl.log(row_sum), float("-inf"))
+    offs_d = tl.arange(0, BLOCK_DV)
+    lse_ptrs = lse_ptr + (b * Sq + offs_q) * Hq + h
+    out_ptrs = out_ptr + ((b * Sq + offs_q) * Hq + h)[:, None] * VALUE_DIM + offs_d[None, :]
+    in_out = in_rows[:, None] & (offs_d < VALUE_DIM)[None, :]
+    if INTO:
+        before = tl.load(lse_ptrs, mask=in_rows, other=float("-inf"))
+        peak = tl.maximum(before, lse)
+        pivot = tl.where(peak == float("-inf"), 0.0, peak)
+        weight_before = tl.exp(before - pivot)
+        weight = tl.exp(lse - pivot)
+        total = weight_before + weight
+        lse = tl.where(total > 0, pivot + tl.log(total), float("-inf"))
+        share = tl.where(total > 0, 1.0 / total, 0.0)
+        out_before = tl.load(out_ptrs, mask=in_out, other=0.0)
+        out = (weight_before * share)[:, None] * out_before + (weight * share)[:, None] * out
+    tl.store(lse_ptrs, lse, mask=in_rows)
+    tl.store(out_ptrs, out, mask=in_out)

@@ -1,0 +1,138 @@
+"""The Triton backend: check what it can serve, derive flags from arguments, launch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from ringflash.kernels.backend import Backend, Call, Score
+from ringflash.kernels.partial import Partial
+from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
+from ringflash.kernels.triton.forward import forward_kernel
+from ringflash.kernels.triton.tuning import Tiles, forward_tiles, key_gradient_tiles, padded, query_gradient_tiles
+from ringflash.schedule.tiles import Bounds
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# What tiles are for where there is no device to ask: under the interpreter, which runs on the CPU.
+INTERPRETED_CAPABILITY = 80
+
+
+class Triton(Backend):
+    name = "triton"
+
+    def refuses(self, call: Call) -> str | None:
+        is_interpreted = isinstance(forward_kernel, InterpretedFunction)
+        if call.device.type != "cuda" and not is_interpreted:
+            return f"device {call.device} is not a GPU (and Triton's interpreter is off)"
+        if is_interpreted and call.dtype == torch.bfloat16:
+            return "Triton's interpreter multiplies bfloat16 as if it were integers"
+        if call.dtype not in DTYPES:
+            return f"dtype {call.dtype} is not one of float16, bfloat16, float32"
+        for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
+            if not 16 <= dim <= 256:
+                return f"{name} {dim} is not in [16, 256]"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
+    ) -> Partial:
+        B, Sq, Hq, D = q.shape
+        Hk, Dv = v.shape[2:]
+        if bounds.is_empty:
+            return Partial.empty(q, Dv) if into is None else into
+        partial = into
+        if partial is None:
+            partial = Partial(
+                q.new_empty(B, Sq, Hq, Dv, dtype=torch.float32), q.new_empty(B, Sq, Hq, dtype=torch.float32)
+            )
+        tiles = forward_tiles(max(D, Dv), q.dtype, _capability(q))
+        lo, hi = bounds.to(q.device)
+        with _on(q):
+            forward_kernel[(triton.cdiv(Sq, tiles.block_q), Hq, B)](
+                q, k, v, lo, hi, partial.out, partial.lse, *_strides(q, k, v), _batch_stride(lo), Sq, Hq, Hq // Hk,
+                score.factor, INTO=into is not None, **_constants(q, v, tiles),
+            )  # fmt: skip
+        return partial
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        bounds: Bounds,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        deterministic: bool,
+    ) -> None:
+        B, Sq, Hq, D = q.shape
+        Sk, Hk, Dv = v.shape[1:]
+        if bounds.is_empty:
+            return
+        dim, capability = max(D, Dv), _capability(q)
+        tiles = key_gradient_tiles(dim, q.dtype, capability)
+        lo, hi = bounds.transposed.to(q.device)
+        strides = _strides(q, k, v, dout)
+        with _on(q):
+            key_gradient_kernel[(triton.cdiv(Sk, tiles.block_k), Hk, B)](
+                q, k, v, dout, lse, delta, lo, hi, dq, dk, dv, *strides, _batch_stride(lo), Sq, Sk, Hq, Hk,
+                score.factor, ADD_DQ=not deterministic, **_constants(q, v, tiles),
+            )  # fmt: skip
+            if deterministic:
+                tiles = query_gradient_tiles(dim, q.dtype, capability)
+                lo, hi = bounds.to(q.device)
+                query_gradient_kernel[(triton.cdiv(Sq, tiles.block_q), Hq, B)](
+                    q, k, v, dout, lse, delta, lo, hi, dq, *strides, _batch_stride(lo), Sq, Hq, Hq // Hk,
+                    score.factor, **_constants(q, v, tiles),
+                )  # fmt: skip
+
+
+def _constants(q: Tensor, v: Tensor, tiles: Tiles) -> dict[str, Any]:
+    D, Dv = q.shape[-1], v.shape[-1]
+    return {
+        "HEAD_DIM": D,
+        "VALUE_DIM": Dv,
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_D": padded(D),
+        "BLOCK_DV": padded(Dv),
+        # Plain tf32 keeps 10 bits of fp32 inputs; three such products keep them all, at tensor-core speed.
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Batch, token and head strides of each; the last stride is one by the contract."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _batch_stride(lo: Tensor) -> int:
+    return lo.stride(0) if lo.shape[0] > 1 else 0
+
+
+def _capability(x: Tensor) -> int:
+    if x.device.type != "cuda":
+        return INTERPRETED_CAPABILITY
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def backends() -> dict[str, Backend]:
+    """What this module offers to `choose`."""
+    return {"triton": Triton()}

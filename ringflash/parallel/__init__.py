@@ -1,0 +1,1 @@
+"""HOW pieces meet: process groups, streams, gradients."""

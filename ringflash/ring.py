@@ -1,0 +1,180 @@
+"""Ring: the ranks that share a sequence, how it is cut among them, and the wire between them, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.parallel.inprocess import Alone
+from ringflash.parallel.peer import PeerTransport
+from ringflash.parallel.transport import Transport
+from ringflash.schedule.layout import Layout, Zigzag
+
+
+@dataclass(frozen=True, init=False)
+class Ring:
+    """The ranks that hold one sequence together.
+
+    group: a torch.distributed ProcessGroup, a DeviceMesh of one dimension, or None: the default group, or a ring of one
+        where torch.distributed is not initialised. Ring creates no group; sub-groups of a larger job are fine, and
+        `rank` counts inside the group.
+    layout: how a sequence is cut; Zigzag balances causal attention.
+    transport: "peer" (send and receive on the group; the default), or a Transport, in which case group stays None.
+    check: compare shapes, types and layout among the ranks on the first call with each (one small exchange); a
+        difference then raises the same error on every rank instead of a hang.
+
+    Errors: TypeError for another kind of group; ValueError for a mesh of several dimensions, a group that this process
+    is not in, an unknown transport; RuntimeError under torchrun before init_process_group.
+    """
+
+    transport: Transport
+    layout: Layout
+    check: bool
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        layout: Layout | None = None,
+        transport: str | Transport | None = None,
+        check: bool = True,
+    ) -> None:
+        layout = Zigzag() if layout is None else layout
+        if not isinstance(layout, Layout):
+            raise TypeError(f"Ring: layout is {layout!r}; must be a Layout such as Zigzag()")
+        object.__setattr__(self, "transport", _wire(group, transport))
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "check", check)
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the ring."""
+        return self.transport.rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the ring."""
+        return self.transport.ranks
+
+    def positions(self, length: int) -> Tensor:
+        """Global positions of this rank's tokens of a sequence of `length`: int64 [S_local] on the CPU, increasing."""
+        return self.layout.positions(length, self.rank, self.ranks)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a whole sequence, cut along `dim`; any type and any length.
+
+        x: the same on every rank. Differentiable: the gradient of x is the whole one, as in one process, on every rank.
+        """
+        dim = _axis("shard", x, dim)
+        return _Shard.apply(x, self, dim) if self.ranks > 1 else x
+
+    def gather(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor:
+        """The whole sequence from every rank's part: the inverse of `shard`.
+
+        length: tokens of the whole sequence; needed where the ranks do not divide it.
+        Differentiable: each rank computes the same loss from the whole, and its part gets the gradient that it would
+        have in one process, not ranks times that.
+        """
+        dim = _axis("gather", x, dim)
+        if self.ranks == 1:
+            return x
+        N = self.whole_length("gather", x.shape[dim], length)
+        others = (*x.shape[:dim], *x.shape[dim + 1 :])
+        self.agree("gather", {"length": N, "shape without dim": others, "dim": dim, "dtype": str(x.dtype)})
+        return _Gather.apply(x, self, dim, N)
+
+    def whole_length(self, caller: str, local: int, length: int | None) -> int:
+        """Tokens of the whole sequence when this rank holds `local` of them; ValueError where they do not fit."""
+        N = local * self.ranks if length is None else length
+        expected = self.layout.shard_length(N, self.rank, self.ranks)
+        if expected != local:
+            raise ValueError(
+                f"{caller}: rank {self.rank} of {self.ranks} holds {local} tokens; {self.layout} gives it {expected} of "
+                f"length = {N}. Pass the whole sequence's length, and cut it with Ring.shard"
+            )
+        return N
+
+    def agree(self, caller: str, facts: dict[str, Any]) -> None:
+        """Raise on every rank if `facts`, which decide what is sent, differ among the ranks. Once per set of facts."""
+        if not self.check or self.ranks == 1:
+            return
+        facts = {**facts, "layout": str(self.layout)}
+        key = (caller, tuple(facts.items()))
+        if key in self.transport.agreed:
+            return
+        everyone: list[Any] = self.transport.all_gather_object(facts)
+        for name in facts:
+            values = [other.get(name) for other in everyone]
+            if any(value != values[0] for value in values):
+                by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                raise ValueError(f"{caller}: {name} differs among the ranks of the ring; {by_rank}")
+        self.transport.agreed.add(key)
+
+
+def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transport | None) -> Transport:
+    if isinstance(transport, Transport):
+        if group is not None:
+            raise ValueError("Ring: group and a Transport instance exclude each other; the transport knows its ranks")
+        return transport
+    if transport not in (None, "peer"):
+        raise ValueError(f"Ring: transport = {transport!r}; must be None, 'peer' or a Transport")
+    if group is None:
+        if not dist.is_initialized():
+            if dist.is_torchelastic_launched():
+                raise RuntimeError("Ring: launched by torchrun, but init_process_group was not called before Ring()")
+            return Alone()
+        group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"Ring: mesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one, such as mesh['cp']")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"Ring: group is {type(group).__name__}; must be a ProcessGroup, a 1-D DeviceMesh or None")
+    return PeerTransport(group)
+
+
+def _axis(caller: str, x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{caller}: x is {type(x).__name__}; must be a tensor")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{caller}: dim = {dim}; x of shape {tuple(x.shape)} has no such axis")
+    return dim % x.dim()
+
+
+def _take(x: Tensor, ring: Ring, dim: int) -> Tensor:
+    return x.index_select(dim, ring.positions(x.shape[dim]).to(x.device))
+
+
+def _collect(x: Tensor, ring: Ring, dim: int, length: int) -> Tensor:
+    positions = [ring.layout.positions(length, rank, ring.ranks) for rank in range(ring.ranks)]
+    shapes = [(*x.shape[:dim], p.numel(), *x.shape[dim + 1 :]) for p in positions]
+    shards = ring.transport.all_gather(x, shapes)
+    whole = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return whole.index_copy_(dim, torch.cat(positions).to(x.device), torch.cat(shards, dim))
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring, dim: int) -> Tensor:
+        ctx.cut = (ring, dim, x.shape[dim])
+        return _take(x, ring, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _collect(dx, *ctx.cut), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring, dim: int, length: int) -> Tensor:
+        ctx.cut = (ring, dim)
+        return _collect(x, ring, dim, length)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _take(dx, *ctx.cut), None, None, None

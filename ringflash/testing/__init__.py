@@ -1,0 +1,1 @@
+"""What tests are made of: the dense oracle, tolerances, worker processes, ahead-of-time compilation."""

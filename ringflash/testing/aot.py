@@ -1,0 +1,120 @@
+"""Compile every Triton kernel variant without a GPU, and read what it takes from the machine code.
+
+    python -m ringflash.testing.aot 80 90 100      prints a JSON line per variant: registers, spilled bytes, shared memory
+
+Runs in a process of its own, because kernels imported under Triton's interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
+from ringflash.kernels.triton.forward import forward_kernel
+from ringflash.kernels.triton.tuning import Tiles, forward_tiles, key_gradient_tiles, padded, query_gradient_tiles
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FP32_POINTERS = ("out_ptr", "lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel, ready to compile."""
+
+    kernel: Any
+    head_dim: int
+    dtype: torch.dtype
+    capability: int
+    tiles: Tiles
+    flag: tuple[str, bool] | None
+
+    @property
+    def name(self) -> str:
+        flag = "" if self.flag is None else f" {self.flag[0]}={self.flag[1]}"
+        return f"{self.kernel.__name__} d{self.head_dim} {SHORT[self.dtype]} sm_{self.capability}{flag}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    name: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for D in (64, 128, 256):
+            forward = forward_tiles(D, dtype, capability)
+            key = key_gradient_tiles(D, dtype, capability)
+            yield Variant(forward_kernel, D, dtype, capability, forward, ("INTO", False))
+            yield Variant(forward_kernel, D, dtype, capability, forward, ("INTO", True))
+            yield Variant(key_gradient_kernel, D, dtype, capability, key, ("ADD_DQ", True))
+            yield Variant(key_gradient_kernel, D, dtype, capability, key, ("ADD_DQ", False))
+            yield Variant(query_gradient_kernel, D, dtype, capability, query_gradient_tiles(D, dtype, capability), None)
+    yield Variant(forward_kernel, 96, torch.float16, capability, forward_tiles(96, torch.float16, capability), ("INTO", True))
+
+
+def compile_variant(variant: Variant) -> Usage:
+    constants: dict[str, Any] = {
+        "HEAD_DIM": variant.head_dim,
+        "VALUE_DIM": variant.head_dim,
+        "BLOCK_Q": variant.tiles.block_q,
+        "BLOCK_K": variant.tiles.block_k,
+        "BLOCK_D": padded(variant.head_dim),
+        "BLOCK_DV": padded(variant.head_dim),
+        "PRECISION": "tf32x3" if variant.dtype == torch.float32 else "tf32",
+    }
+    if variant.flag is not None:
+        constants[variant.flag[0]] = variant.flag[1]
+    signature, attributes = {}, {}
+    for position, name in enumerate(variant.kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            kind = "fp32" if name in FP32_POINTERS else "i32" if name in ("lo_ptr", "hi_ptr") else SHORT[variant.dtype]
+            signature[name] = f"*{kind}"
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+        # As in real calls: pointers and token strides are multiples of 16.
+        if name.endswith("_ptr") or (name.startswith("stride_") and name != "stride_bounds"):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(variant.kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", variant.capability, 32),
+        options={"num_warps": variant.tiles.num_warps, "num_stages": variant.tiles.num_stages},
+    )
+    registers, stack = _resources(compiled.asm["cubin"])
+    return Usage(variant.name, registers, stack, compiled.metadata.shared)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack frame) of a thread. These kernels index no local arrays, so the stack is spills."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {text.stdout[:500]}")
+    return int(found.group(1)), int(found.group(2))
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        for variant in variants(int(argument)):
+            print(json.dumps(asdict(compile_variant(variant))), flush=True)

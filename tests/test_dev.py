@@ -1,0 +1,246 @@
+"""dev.py: what it reads, and what it would do on machines that are not this one. Nothing is installed here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dev
+
+
+class Commands:
+    """Stands in for dev.logged: notes each command, and lets those fail that contain one of `failing`."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing = failing
+        self.run: list[str] = []
+
+    def __call__(self, title: str, *command: str) -> bool:
+        self.run.append(" ".join(command).removeprefix(" ".join(dev.PIP)).strip())
+        return not any(word in self.run[-1] for word in self.failing)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A Linux machine without a GPU and an empty .venv; returns a function that says otherwise."""
+
+    def be(*, platform: str = "linux", gpu: bool = False, cuda: str = "", failing: tuple[str, ...] = ()) -> Commands:
+        commands = Commands(*failing)
+        monkeypatch.setattr(dev.sys, "platform", platform)
+        monkeypatch.setattr(dev, "has_nvidia_gpu", lambda: gpu)
+        monkeypatch.setattr(dev, "cuda_of_env_torch", lambda: cuda)
+        monkeypatch.setattr(dev, "missing_in_env", lambda needed: [r.text for r in needed])
+        monkeypatch.setattr(dev, "log_tail", lambda: "  | the end of the log")
+        monkeypatch.setattr(dev, "logged", commands)
+        return commands
+
+    return be
+
+
+def test_dependencies_are_read_as_a_toml_reader_reads_them():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((dev.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = dev.dependency_lists()
+    assert lists["dependencies"] == project["dependencies"]
+    assert {name: lists[name] for name in project["optional-dependencies"]} == project["optional-dependencies"]
+
+
+@pytest.mark.parametrize("command", dev.EXTRAS)
+def test_every_command_needs_torch_and_known_extras(command):
+    names = [r.name for r in dev.requirements(dev.EXTRAS[command])]
+    assert "torch" in names and "einops" in names
+    assert len(names) == len(set(names))
+
+
+def test_training_needs_no_test_tools_and_no_triton():
+    assert {r.name for r in dev.requirements(dev.EXTRAS["train"])} == {"torch", "einops", "numpy", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("version", "specifier", "verdict"),
+    [
+        ("2.11.0+cu130", ">=2.11", True),
+        ("2.11.0a0+vendor25.9", ">=2.11", True),
+        ("2.9.1", ">=2.11", False),
+        ("3.10.0", ">=3.6,<3.9", False),
+        ("3.8.1", ">=3.6,<3.9", True),
+        ("3.5.9", ">=3.6,<3.9", False),
+        ("0.7", ">=0.7.0", True),
+        ("1.0", "", True),
+    ],
+)
+def test_versions_are_compared_by_number(version, specifier, verdict):
+    assert dev.satisfies(version, specifier) is verdict
+
+
+def test_every_specifier_of_the_project_is_one_that_can_be_compared():
+    for names in dev.dependency_lists().values():
+        for text in names:
+            if not text.startswith("ringflash[") and re.match(r"[\w.-]+[<>=!~]", text):
+                specifier = dev.Requirement.parse(text).specifier
+                assert re.fullmatch(r"((>=|<|==)[\d.]+,?)+", specifier), text
+
+
+def test_a_marker_decides_whether_a_requirement_applies(monkeypatch):
+    triton = dev.Requirement.parse("triton>=3.6,<3.9; sys_platform == 'linux'")
+    monkeypatch.setattr(dev.sys, "platform", "darwin")
+    assert not triton.applies
+    monkeypatch.setattr(dev.sys, "platform", "linux")
+    assert triton.applies
+
+
+def test_a_marker_that_cannot_be_read_is_an_error():
+    with pytest.raises(SystemExit, match="cannot read the marker"):
+        _ = dev.Requirement.parse("torch>=2.11; python_version < '3.12'").applies
+
+
+def test_without_a_gpu_linux_gets_the_cpu_build_that_pip_has(machine):
+    commands = machine()
+    dev.install_torch()
+    assert commands.run == [f"torch=={dev.CPU_TORCH}+cpu"]
+
+
+def test_without_a_gpu_linux_gets_the_cpu_build_that_uv_knows_if_pip_has_none(machine):
+    commands = machine(failing=("+cpu",))
+    dev.install_torch()
+    assert commands.run[1] == "uv"
+    assert "--torch-backend=cpu" in commands.run[2]
+    assert f"torch=={dev.CPU_TORCH}" in commands.run[2]
+
+
+def test_without_a_gpu_no_cpu_build_is_an_error_and_never_a_cuda_build(machine):
+    commands = machine(failing=("torch",))
+    with pytest.raises(SystemExit, match="from pip or from uv") as error:
+        dev.install_torch()
+    assert "the end of the log" in str(error.value)
+    assert "run dev.py with that Python" in str(error.value)
+    assert all("+cpu" in c or "=cpu" in c or c == "uv" for c in commands.run)
+
+
+def test_a_cuda_build_that_came_all_the_same_is_an_error(machine):
+    machine(cuda="13.0")
+    with pytest.raises(SystemExit, match="a CUDA build of torch was installed on a machine without a GPU"):
+        dev.install_torch()
+
+
+def test_with_a_gpu_pip_chooses_the_torch_and_a_triton_we_know(machine):
+    commands = machine(gpu=True, cuda="13.0")
+    dev.install_torch()
+    assert commands.run == ["torch>=2.11 triton>=3.6,<3.9; sys_platform == 'linux'"]
+
+
+def test_other_systems_get_what_pip_offers(machine):
+    commands = machine(platform="darwin")
+    dev.install_torch()
+    assert commands.run == ["torch>=2.11"]
+
+
+def test_a_torch_that_is_there_is_left_alone(machine, monkeypatch):
+    commands = machine(gpu=True)
+    monkeypatch.setattr(dev, "missing_in_env", lambda needed: [])
+    dev.install_torch()
+    assert commands.run == []
+
+
+@pytest.mark.parametrize(
+    ("there", "cuda", "held"),
+    [
+        ("torch==2.11.0+cu130 triton==3.6.0 numpy==2.0.0", "13.0", ["torch==2.11.0+cu130", "triton==3.6.0"]),
+        ("torch==2.13.0+cpu numpy==2.0.0", "", ["torch==2.13.0+cpu", f"triton=={dev.CPU_TRITON}"]),
+        ("torch==2.13.0+cpu triton==3.7.1", "", ["torch==2.13.0+cpu", "triton==3.7.1"]),
+        ("torch==2.13.0 pytorch-triton==3.7.0", "13.0", ["torch==2.13.0"]),
+        ("torch==2.12.0 torch==2.11.0", "13.0", ["torch==2.12.0"]),
+    ],
+    ids=["cuda", "cpu", "cpu with a triton of its own", "cuda with another triton", "two, the first on the path wins"],
+)
+def test_what_is_there_is_held(machine, monkeypatch, there, cuda, held):
+    machine(cuda=cuda)
+    monkeypatch.setattr(dev, "ask", lambda python, code: there)
+    assert dev.pins() == held
+
+
+def test_nothing_is_installed_where_only_a_nicety_is_missing(monkeypatch):
+    met = property(lambda self: self.name != "pytest-timeout")
+    monkeypatch.setattr(dev.Requirement, "is_met", met)
+    monkeypatch.setattr(dev, "set_up", lambda needed: pytest.fail("set up"))
+    assert dev.python_for("test-gpu") == sys.executable
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `train` would become: its command and the environment variables it sets."""
+    seen = {}
+
+    def become(command, **changes):
+        seen.update(command=command, changes=changes)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(dev, "become", become)
+    monkeypatch.setattr(dev, "python_for", lambda command: "python")
+    monkeypatch.setattr(dev, "cores", lambda: 8)
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def train(*arguments: str, gpus: int = 0) -> dict:
+        monkeypatch.setattr(dev, "gpu_count", lambda python: gpus)
+        with pytest.raises(SystemExit):
+            dev.train(list(arguments))
+        return seen
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "processes"),
+    [((), 0, 2), ((), 4, 4), (("--processes", "3"), 0, 3), (("--processes=1",), 4, 1)],
+)
+def test_training_takes_every_gpu_or_two_processes_unless_told(launched, arguments, gpus, processes):
+    assert f"--nproc-per-node={processes}" in launched(*arguments, gpus=gpus)["command"]
+
+
+def test_training_flags_reach_the_example_in_their_order(launched):
+    command = launched("--steps", "5", "--processes", "2", "--no-compare", "--out", "x")["command"]
+    assert command[command.index("examples/train_long_context.py") + 1 :] == [
+        "--steps",
+        "5",
+        "--no-compare",
+        "--out",
+        "x",
+    ]
+
+
+def test_training_meets_on_loopback_and_shares_the_cores(launched):
+    seen = launched()
+    assert {"--standalone", "--local-addr=127.0.0.1"} <= set(seen["command"])
+    assert seen["changes"]["OMP_NUM_THREADS"] == "4"
+    if sys.platform == "linux":
+        assert seen["changes"]["GLOO_SOCKET_IFNAME"] == seen["changes"]["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_what_the_user_set_wins_over_the_defaults(launched, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert launched()["changes"]["OMP_NUM_THREADS"] == "7"
+
+
+def test_an_unknown_command_names_the_known_ones():
+    done = subprocess.run([sys.executable, dev.__file__, "trian"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no command 'trian'" in done.stderr
+    assert "train, test, check" in done.stderr
+
+
+def test_it_needs_nothing_but_the_standard_library():
+    """-I -S: no site-packages, no user folder, nothing but Python."""
+    done = subprocess.run([sys.executable, "-I", "-S", dev.__file__, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "python3 dev.py train" in done.stdout
+
+
+@pytest.mark.parametrize("path", ["dev.py", "pyproject.toml", "Makefile", ".ci/run"])
+def test_no_host_and_no_machine_is_named(path):
+    text = (Path(dev.ROOT) / path).read_text(encoding="utf-8")
+    assert not re.search(r"https?://|--(extra-)?index-url|--find-links", text)

@@ -1,0 +1,101 @@
+"""What users hold in their hands. A change here is a change for them: CHANGELOG.md says so."""
+
+from __future__ import annotations
+
+import inspect
+from operator import attrgetter
+
+import pytest
+
+import ringflash
+
+PUBLIC_NAMES = [
+    "Causal",
+    "Contiguous",
+    "Documents",
+    "Full",
+    "Layout",
+    "Mask",
+    "Plan",
+    "Ring",
+    "RingAttention",
+    "Score",
+    "Striped",
+    "Window",
+    "Zigzag",
+    "attention",
+    "plan",
+]
+
+SIGNATURES = {
+    "attention": (
+        "(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, mask: Mask | None = None, "
+        "scale: float | None = None, score: Score | None = None, length: int | None = None, backend: str | None = None, "
+        "deterministic: bool | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
+    ),
+    "plan": (
+        "(mask: Mask, layout: Layout, length: int, rank: int = 0, ranks: int = 1, query_length: int | None = None) -> Plan"
+    ),
+    "Documents": "(lengths: Iterable[int] | Tensor, *, causal: bool, padding: int = 0) -> None",
+    "Ring": (
+        "(group: dist.ProcessGroup | DeviceMesh | None = None, *, layout: Layout | None = None, "
+        "transport: str | Transport | None = None, check: bool = True) -> None"
+    ),
+    "Ring.gather": "(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor",
+    "Ring.positions": "(self, length: int) -> Tensor",
+    "Ring.shard": "(self, x: Tensor, dim: int = 1) -> Tensor",
+    "RingAttention": (
+        "(*, ring: Ring | None = None, mask: Mask | None = None, scale: float | None = None, score: Score | None = None, "
+        "backend: str | None = None, deterministic: bool | None = None) -> None"
+    ),
+    "Score": "(scale: float | None = None) -> None",
+    "Window": "(left: int | None, right: int | None) -> None",
+}
+
+
+def signature(name: str) -> str:
+    """A signature as its author wrote it: annotations stay text under `from __future__ import annotations`."""
+    return str(inspect.signature(attrgetter(name)(ringflash))).replace("'", "")
+
+
+def test_the_public_names_are_these():
+    assert ringflash.__all__ == PUBLIC_NAMES
+
+
+def test_every_public_name_is_there_to_be_imported():
+    assert [name for name in ringflash.__all__ if not hasattr(ringflash, name)] == []
+
+
+def test_nothing_else_is_offered():
+    """Sub-packages show up as attributes once imported; they are not offers."""
+    offered = {
+        name for name, value in vars(ringflash).items() if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert offered == set(PUBLIC_NAMES)
+
+
+def test_the_version_is_a_release_number():
+    major, minor, patch = ringflash.__version__.split(".")
+    assert major.isdecimal() and minor.isdecimal() and patch[:1].isdecimal()
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_every_public_name_says_what_it_is(name):
+    value = getattr(ringflash, name)
+    written = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    # A dataclass without a docstring gets its signature for one.
+    assert written and not written.startswith(f"{name}("), f"{name} has no docstring of its own"
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_every_public_method_says_what_it_does(name):
+    """Methods that fulfil a contract are documented where the contract is."""
+    value = getattr(ringflash, name)
+    members = vars(value).items() if inspect.isclass(value) else ()
+    own = {n: m for n, m in members if not n.startswith("_") and (inspect.isroutine(m) or isinstance(m, property))}
+    assert [n for n in own if not inspect.getdoc(getattr(value, n))] == []
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_stay_as_they_are(name):
+    assert signature(name) == SIGNATURES[name]
