@@ -64,6 +64,22 @@ class Call:
     deterministic: bool
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What backward knows of each query row, over the keys of all sources.
+
+    out, dout: [B, Sq, Hq, Dv] the merged output and its gradient, in q's type.
+    lse, delta: [B, Sq, Hq] laid out like Partial.lse; delta = rowsum(dout * out) - dlse.
+    has_dlse: whether delta holds a gradient of lse, which kernels that form their own delta cannot know.
+    """
+
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    has_dlse: bool
+
+
 class Backend(ABC):
     """Attention of local queries over one source's keys, on one device.
 
@@ -89,9 +105,7 @@ class Backend(ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        rows: Rows,
         bounds: Bounds,
         score: Score,
         dq: Tensor,
@@ -101,7 +115,6 @@ class Backend(ABC):
     ) -> None:
         """Add these keys' share of the gradients into dq, dk, dv, given by the caller in the accumulate type.
 
-        dout: [B, Sq, Hq, Dv]; lse, delta: [B, Sq, Hq] of the whole row, over the keys of all sources.
         deterministic: the same bits on every run.
         """
 

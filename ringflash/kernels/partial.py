@@ -20,6 +20,7 @@ class Partial:
 
     out: [B, Sq, Hq, Dv], normalised over the keys seen so far.
     lse: [B, Sq, Hq], natural log of the sum of exp(score); -inf for a row that has seen no key, whose out is 0.
+        Its memory is [B, Hq, Sq], see `row_statistic`.
     Both fp32, or fp64 for fp64 inputs.
     """
 
@@ -29,9 +30,24 @@ class Partial:
     @classmethod
     def empty(cls, q: Tensor, value_dim: int) -> Partial:
         """No key seen yet: the identity of `merge`, for queries q [B, Sq, Hq, D]."""
-        dtype = accumulate_dtype(q.dtype)
+        partial = cls.unset(q, value_dim)
+        partial.out.zero_()
+        partial.lse.fill_(-torch.inf)
+        return partial
+
+    @classmethod
+    def unset(cls, q: Tensor, value_dim: int) -> Partial:
+        """Memory for a partial that a kernel is about to write whole, in the layout that kernels rely on."""
         B, Sq, Hq, _ = q.shape
-        return cls(q.new_zeros(B, Sq, Hq, value_dim, dtype=dtype), q.new_full((B, Sq, Hq), -torch.inf, dtype=dtype))
+        return cls(
+            q.new_empty(B, Sq, Hq, value_dim, dtype=accumulate_dtype(q.dtype)), row_statistic(q, accumulate_dtype(q.dtype))
+        )
+
+
+def row_statistic(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unset [B, Sq, Hq] whose memory is [B, Hq, Sq]: kernels load a block of rows of one head as one vector."""
+    B, Sq, Hq = q.shape[:3]
+    return q.new_empty(B, Hq, Sq, dtype=dtype).transpose(1, 2)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -55,14 +71,13 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, [B, Sq, Hq] in the accumulate type: all that backward needs of the output.
+    """rowsum(dout * out) - dlse, [B, Sq, Hq] laid out like lse: all that backward needs of the output.
 
     out, dout: [B, Sq, Hq, Dv] the merged output and its gradient; dlse: [B, Sq, Hq] gradient of lse, or None.
     """
     dtype = accumulate_dtype(out.dtype)
-    rows = [
-        torch.linalg.vecdot(o.to(dtype), d.to(dtype))
-        for o, d in zip(out.split(DELTA_ROWS, dim=1), dout.split(DELTA_ROWS, dim=1), strict=True)
-    ]
-    total = torch.cat(rows, dim=1)
-    return total if dlse is None else total - dlse.to(dtype)
+    total = row_statistic(out, dtype)
+    for start in range(0, out.shape[1], DELTA_ROWS):
+        rows = slice(start, start + DELTA_ROWS)
+        total[:, rows] = torch.linalg.vecdot(out[:, rows].to(dtype), dout[:, rows].to(dtype))
+    return total if dlse is None else total.sub_(dlse)

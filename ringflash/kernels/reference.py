@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ringflash.kernels.backend import Backend, Call, Score
+from ringflash.kernels.backend import Backend, Call, Rows, Score
 from ringflash.kernels.partial import Partial, accumulate_dtype, merge
 from ringflash.schedule.tiles import Bounds
 
@@ -62,9 +62,7 @@ class Reference(Backend):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        rows: Rows,
         bounds: Bounds,
         score: Score,
         dq: Tensor,
@@ -74,9 +72,11 @@ class Reference(Backend):
     ) -> None:
         Hk = k.shape[2]
         for block in _blocks(bounds, q.device):
-            q_b, dout_b = _by_head(q[:, block.rows], Hk), _by_head(dout[:, block.rows], Hk)
+            q_b, dout_b = _by_head(q[:, block.rows], Hk), _by_head(rows.dout[:, block.rows], Hk)
             k_b, v_b = _by_head(k[:, block.keys], Hk), _by_head(v[:, block.keys], Hk)
-            lse_b, delta_b = (rearrange(t[:, block.rows], "B Sq (Hk group) -> B Hk group Sq 1", Hk=Hk) for t in (lse, delta))
+            lse_b, delta_b = (
+                rearrange(x[:, block.rows], "B Sq (Hk group) -> B Hk group Sq 1", Hk=Hk) for x in (rows.lse, rows.delta)
+            )
             s = _scores(q[:, block.rows], k[:, block.keys], score, block.hidden)
             # Rows without any key have lse = -inf and s = -inf everywhere; a finite pivot makes their p 0, not NaN.
             p = torch.exp(s - torch.where(lse_b == -torch.inf, 0.0, lse_b))

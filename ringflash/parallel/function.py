@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ringflash.kernels.backend import Backend, Score
+from ringflash.kernels.backend import Backend, Rows, Score
 from ringflash.kernels.partial import Partial, accumulate_dtype, delta
 from ringflash.parallel.transport import Shapes, Transport
 from ringflash.schedule.plan import Plan
@@ -46,15 +46,13 @@ def backward_pass(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local tensors in the accumulate type. Keys travel; dk and dv follow them and come home."""
     passage = work.transport.stream((k, v), _shapes_of(k, v, work.plan), work.plan.hops, returning=True)
-    row_delta = delta(out, dout, dlse)
+    rows = Rows(out, dout, lse, delta(out, dout, dlse), has_dlse=dlse is not None)
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
     for source, (k_s, v_s) in passage:
         bounds = work.plan[source]
         if not bounds.is_empty:
             dk_s, dv_s = passage.gradients()
-            work.backend.backward(
-                q, k_s, v_s, dout, lse, row_delta, bounds, work.score, dq, dk_s, dv_s, work.deterministic
-            )
+            work.backend.backward(q, k_s, v_s, rows, bounds, work.score, dq, dk_s, dv_s, work.deterministic)
     dk, dv = passage.collect()
     return dq, dk, dv
 

@@ -41,11 +41,11 @@ def _visit_rows(
         q = load_rows(q_ptr, row, end, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, MASKED)  # [BLOCK_Q, BLOCK_D]
         dout = load_rows(dout_ptr, row, end, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, MASKED)  # [BLOCK_Q, BLOCK_DV]
         if MASKED:
-            lse_log2 = tl.load(lse_ptr + offs_q.to(tl.int64) * Hq, mask=in_rows, other=0.0) * LOG2_E
-            delta = tl.load(delta_ptr + offs_q.to(tl.int64) * Hq, mask=in_rows, other=0.0)
+            lse_log2 = tl.load(lse_ptr + offs_q, mask=in_rows, other=0.0) * LOG2_E
+            delta = tl.load(delta_ptr + offs_q, mask=in_rows, other=0.0)
         else:
-            lse_log2 = tl.load(lse_ptr + offs_q.to(tl.int64) * Hq) * LOG2_E
-            delta = tl.load(delta_ptr + offs_q.to(tl.int64) * Hq)
+            lse_log2 = tl.load(lse_ptr + offs_q) * LOG2_E
+            delta = tl.load(delta_ptr + offs_q)
         visible = (lo[:, None] <= offs_q[None, :]) & (offs_q[None, :] < hi[:, None])
         p, ds = _score_gradient(q, k, v, dout, lse_log2, delta, scale_log2, visible, MASKED, PRECISION)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -54,7 +54,8 @@ def _visit_rows(
         if ADD_DQ:
             dq = tl.dot(ds.T, k, input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_D]
             offs_d = tl.arange(0, BLOCK_D)
-            dq_ptrs = dq_ptr + offs_q.to(tl.int64)[:, None] * (Hq * HEAD_DIM) + offs_d[None, :]
+            dq_base = dq_ptr + row.to(tl.int64) * (Hq * HEAD_DIM)
+            dq_ptrs = dq_base + tl.arange(0, BLOCK_Q)[:, None] * (Hq * HEAD_DIM) + offs_d[None, :]
             tl.atomic_add(dq_ptrs, dq, mask=in_rows[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
     return dk, dv
 
@@ -69,7 +70,7 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """Add to dk [B, Sk, Hk, HEAD_DIM], dv [B, Sk, Hk, VALUE_DIM] and, if ADD_DQ, dq [B, Sq, Hq, HEAD_DIM]; fp32.
 
-    lse, delta: [B, Sq, Hq] fp32, contiguous like the gradients. lo, hi: [1 or B, Sk], the rows that see each key.
+    lse, delta: fp32, in memory [B, Hq, Sq]. lo, hi: [1 or B, Sk], the rows that see each key.
     """
     # First keys first: under causal masks most rows see them.
     key = tl.program_id(0) * BLOCK_K
@@ -98,8 +99,8 @@ def key_gradient_kernel(
         h = hk * group + member
         q_base = q_ptr + b * stride_qb + h.to(tl.int64) * stride_qh
         dout_base = dout_ptr + b * stride_dob + h.to(tl.int64) * stride_doh
-        lse_base = lse_ptr + b * Sq * Hq + h
-        delta_base = delta_ptr + b * Sq * Hq + h
+        lse_base = lse_ptr + (b * Hq + h) * Sq
+        delta_base = delta_ptr + (b * Hq + h) * Sq
         dq_base = dq_ptr + (b * Sq * Hq + h) * HEAD_DIM
         dk, dv = _visit_rows(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, 0, n_left,
@@ -176,8 +177,8 @@ def query_gradient_kernel(
     token = (b * Sq + offs_q) * Hq + h
     lo = tl.load(lo_ptr + offs_q, mask=in_rows, other=0)
     hi = tl.load(hi_ptr + offs_q, mask=in_rows, other=0)
-    lse_log2 = tl.load(lse_ptr + token, mask=in_rows, other=0.0) * LOG2_E
-    delta = tl.load(delta_ptr + token, mask=in_rows, other=0.0)
+    lse_log2 = tl.load(lse_ptr + (b * Hq + h) * Sq + offs_q, mask=in_rows, other=0.0) * LOG2_E
+    delta = tl.load(delta_ptr + (b * Hq + h) * Sq + offs_q, mask=in_rows, other=0.0)
     q = load_rows(q_ptr, row, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
     dout = load_rows(dout_ptr, row, Sq, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, True)  # [BLOCK_Q, BLOCK_DV]
     scale_log2 = scale * LOG2_E

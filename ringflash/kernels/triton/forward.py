@@ -80,7 +80,7 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INTO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [B, Sq, Hq, VALUE_DIM] and lse [B, Sq, Hq], fp32, contiguous; merged with what they hold if INTO.
+    """out [B, Sq, Hq, VALUE_DIM] and lse, in memory [B, Hq, Sq], fp32; merged with what they hold if INTO.
 
     lo, hi: [1 or B, Sq] int32; stride_bounds is 0 where batch rows share them.
     """
@@ -128,7 +128,7 @@ def forward_kernel(
     out = acc * tl.where(is_seen, 1.0 / row_sum, 0.0)[:, None]
     lse = tl.where(is_seen, row_max * LN_2 + tl.log(row_sum), float("-inf"))
     offs_d = tl.arange(0, BLOCK_DV)
-    lse_ptrs = lse_ptr + (b * Sq + offs_q) * Hq + h
+    lse_ptrs = lse_ptr + (b * Hq + h) * Sq + offs_q
     out_ptrs = out_ptr + ((b * Sq + offs_q) * Hq + h)[:, None] * VALUE_DIM + offs_d[None, :]
     in_out = in_rows[:, None] & (offs_d < VALUE_DIM)[None, :]
     if INTO:

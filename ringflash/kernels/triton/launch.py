@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from ringflash.kernels.backend import Backend, Call, Score
+from ringflash.kernels.backend import Backend, Call, Rows, Score
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
 from ringflash.kernels.triton.forward import forward_kernel
@@ -45,11 +45,8 @@ class Triton(Backend):
         Hk, Dv = v.shape[2:]
         if bounds.is_empty:
             return Partial.empty(q, Dv) if into is None else into
-        partial = into
-        if partial is None:
-            partial = Partial(
-                q.new_empty(B, Sq, Hq, Dv, dtype=torch.float32), q.new_empty(B, Sq, Hq, dtype=torch.float32)
-            )
+        partial = Partial.unset(q, Dv) if into is None else into
+        assert _is_laid_out(partial.lse), "row statistics lie as row_statistic() makes them"
         tiles = forward_tiles(max(D, Dv), q.dtype, _capability(q))
         lo, hi = bounds.to(q.device)
         with _on(q):
@@ -64,9 +61,7 @@ class Triton(Backend):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        rows: Rows,
         bounds: Bounds,
         score: Score,
         dq: Tensor,
@@ -81,17 +76,18 @@ class Triton(Backend):
         dim, capability = max(D, Dv), _capability(q)
         tiles = key_gradient_tiles(dim, q.dtype, capability)
         lo, hi = bounds.transposed.to(q.device)
-        strides = _strides(q, k, v, dout)
+        strides = _strides(q, k, v, rows.dout)
+        assert _is_laid_out(rows.lse) and _is_laid_out(rows.delta), "row statistics lie as row_statistic() makes them"
         with _on(q):
             key_gradient_kernel[(triton.cdiv(Sk, tiles.block_k), Hk, B)](
-                q, k, v, dout, lse, delta, lo, hi, dq, dk, dv, *strides, _batch_stride(lo), Sq, Sk, Hq, Hk,
+                q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, dk, dv, *strides, _batch_stride(lo), Sq, Sk, Hq, Hk,
                 score.factor, ADD_DQ=not deterministic, **_constants(q, v, tiles),
             )  # fmt: skip
             if deterministic:
                 tiles = query_gradient_tiles(dim, q.dtype, capability)
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, tiles.block_q), Hq, B)](
-                    q, k, v, dout, lse, delta, lo, hi, dq, *strides, _batch_stride(lo), Sq, Hq, Hq // Hk,
+                    q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *strides, _batch_stride(lo), Sq, Hq, Hq // Hk,
                     score.factor, **_constants(q, v, tiles),
                 )  # fmt: skip
 
@@ -115,6 +111,10 @@ def _constants(q: Tensor, v: Tensor, tiles: Tiles) -> dict[str, Any]:
 def _strides(*tensors: Tensor) -> list[int]:
     """Batch, token and head strides of each; the last stride is one by the contract."""
     return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _is_laid_out(x: Tensor) -> bool:
+    return x.transpose(1, 2).is_contiguous()
 
 
 def _batch_stride(lo: Tensor) -> int:

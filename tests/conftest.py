@@ -1,0 +1,42 @@
+"""Fixtures shared by all tests."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Read when kernels are decorated: before anything imports them.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from ringflash.testing.poison import poisoned  # noqa: E402
+from ringflash.testing.workers import Workers  # noqa: E402
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU the tests marked `gpu` do not exist; `make test-gpu` runs them where there is one."""
+    if HAS_GPU:
+        return
+    here = [item for item in items if "gpu" not in item.keywords]
+    config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
+    items[:] = here
+
+
+@pytest.fixture(autouse=True)
+def _no_lucky_zeros():
+    """torch.empty is full of NaN in every test: what is read was written."""
+    with poisoned():
+        yield
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """Eight gloo processes; tests use sub-groups of them, so that group rank and global rank differ."""
+    with Workers(8) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param

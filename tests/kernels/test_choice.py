@@ -1,0 +1,70 @@
+"""choose(): the device's preference, names that insist, and reasons that are kept."""
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.kernels.backend import Call, Score, choose
+
+
+def call(**changes):
+    facts = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "query_heads": 2,
+        "key_heads": 2,
+        "head_dim": 64,
+        "value_dim": 64,
+        "score": Score(scale=1.0),
+        "deterministic": False,
+    }
+    return Call(**{**facts, **changes})
+
+
+def test_a_cpu_takes_the_reference():
+    assert choose(call()).backend.name == "reference"
+    assert choose(call()).refusals == ()
+
+
+def test_a_gpu_takes_triton_and_keeps_the_reason_when_it_cannot():
+    gpu = torch.device("cuda", 0)
+    assert choose(call(device=gpu, dtype=torch.float16)).backend.name == "triton"
+    choice = choose(call(device=gpu, dtype=torch.float64))
+    assert choice.backend.name == "reference"
+    assert choice.refusals == (("triton", "dtype torch.float64 is not one of float16, bfloat16, float32"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("triton", {"dtype": torch.float64}, "dtype torch.float64 is not one of"),
+        ("triton", {"head_dim": 8}, r"head_dim 8 is not in \[16, 256\]"),
+        ("triton", {"value_dim": 512}, r"value_dim 512 is not in \[16, 256\]"),
+        ("cudnn", {}, "device cpu is not cuda"),
+        ("flash", {"value_dim": 32}, "value_dim 32 differs"),
+        ("flash", {"dtype": torch.float16}, "dtype torch.float16 is not one of float32, float64 on a CPU"),
+        ("flash", {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 60, "value_dim": 60}, "head_dim 60"),
+        ("reference", {"dtype": torch.float8_e4m3fn}, "float8_e4m3fn is not one of"),
+    ],
+)
+def test_a_name_means_that_backend_or_an_error(name, changes, reason):
+    with pytest.raises(NotImplementedError, match=f"backend '{name}' cannot run this call: .*{reason}"):
+        choose(call(**changes), name)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="backend = 'fast'; must be None or one of 'triton', 'cudnn', 'flash', 'reference'"):
+        choose(call(), "fast")
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_a_scale_must_be_finite(scale):
+    with pytest.raises(ValueError, match="must be finite"):
+        Score(scale=scale)
+    with pytest.raises(TypeError, match="must be a float"):
+        Score(scale="1")
+
+
+def test_a_score_fills_in_the_usual_scale_but_keeps_zero():
+    assert rf.Score().resolve(64).factor == 0.125
+    assert rf.Score(scale=0.0).resolve(64).factor == 0.0

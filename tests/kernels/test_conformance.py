@@ -1,0 +1,321 @@
+"""One suite for all backends: outputs and gradients against the dense fp64 oracle, piece by piece of a ring.
+
+Each test plays one rank of a ring without the wire: it visits every source in turn, merging `into`, as the ring loop does.
+"""
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.kernels.backend import Call, Rows, Score, choose
+from ringflash.kernels.partial import Partial, delta, merge, row_statistic
+from ringflash.schedule.plan import plan
+from ringflash.testing.compare import TOLERANCE, assert_close, relative_error
+from ringflash.testing.oracle import dense_gradients, visible
+from ringflash.testing.sharded import draw
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+def on(backend, dtype, device):
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    return pytest.param((backend, dtype, device), id=f"{backend}-{str(dtype)[6:]}-{device}", marks=marks)
+
+
+EXACT = [
+    on("reference", F64, "cpu"),
+    on("reference", F32, "cpu"),
+    on("reference", BF16, "cpu"),
+    on("triton", F32, "cpu"),
+    on("triton", F16, "cpu"),
+    on("reference", F64, "cuda"),
+    on("triton", F32, "cuda"),
+    on("triton", F16, "cuda"),
+    on("triton", BF16, "cuda"),
+]
+VENDORS = [
+    on("flash", F64, "cpu"),
+    on("flash", F32, "cpu"),
+    on("flash", BF16, "cuda"),
+    on("flash", F16, "cuda"),
+    on("cudnn", BF16, "cuda"),
+    on("cudnn", F16, "cuda"),
+]
+
+
+def get(target, dim, value_dim=None, heads=(2, 2), scale=None):
+    """The backend of a target, and the score; fails if it refuses."""
+    name, dtype, device = target
+    score = Score(scale=scale).resolve(dim)
+    call = Call(torch.device(device), dtype, *heads, dim, value_dim or dim, score, False)
+    return choose(call, name).backend, score
+
+
+def attend(target, problem, mask, *, ranks=1, rank=0, layout=None, scale=None, has_dlse=True, deterministic=False):
+    """(results, expected, plain): what the backend makes of one rank's rows, the oracle's, and plain torch's at the dtype.
+
+    dk, dv are those of all keys, from this rank's rows only.
+    """
+    _, dtype, device = target
+    layout = rf.Contiguous() if layout is None else layout
+    x = draw(**problem, dtype=dtype, device=device)
+    Sq, Sk = x["q"].shape[1], x["k"].shape[1]
+    backend, score = get(target, x["q"].shape[3], x["v"].shape[3], (x["q"].shape[2], x["k"].shape[2]), scale)
+    mine = plan(mask, layout, Sk, rank, ranks, query_length=Sq)
+    queries = layout.positions(Sq, rank, ranks).to(device)
+    shards = {source: layout.positions(Sk, source, ranks).to(device) for source in range(ranks)}
+    q, dout, dlse = (x[name][:, queries] for name in ("q", "dout", "dlse"))
+
+    partial = None
+    for source, keys in shards.items():
+        partial = backend.forward(q, x["k"][:, keys], x["v"][:, keys], mine[source], score, into=partial)
+    out = partial.out.to(dtype)
+    row_delta = delta(out, dout, dlse if has_dlse else None)
+    rows = Rows(out, dout, partial.lse, row_delta, has_dlse)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=partial.out.dtype, device=device) for t in (q, x["k"], x["v"]))
+    for source, keys in shards.items():
+        dk_s, dv_s = dk[:, keys], dv[:, keys]
+        backend.backward(
+            q, x["k"][:, keys], x["v"][:, keys], rows, mine[source], score, dq, dk_s, dv_s, deterministic
+        )
+        dk[:, keys], dv[:, keys] = dk_s, dv_s
+    results = {"out": partial.out, "lse": partial.lse, "dq": dq, "dk": dk, "dv": dv}
+
+    # Rows of other ranks: no gradient comes from them.
+    dout_all, dlse_all = torch.zeros_like(x["dout"]), torch.zeros_like(x["dlse"])
+    dout_all[:, queries], dlse_all[:, queries] = dout, dlse
+    whole = dense_gradients(x["q"], x["k"], x["v"], mask, dout_all, dlse_all if has_dlse else None, scale)
+    expected = {name: value[:, queries] if name in ("out", "lse", "dq") else value for name, value in whole.items()}
+    return results, expected, plain_torch(x, mask, dout_all, dlse_all if has_dlse else None, queries, score.factor)
+
+
+def plain_torch(x, mask, dout, dlse, queries, scale):
+    """Softmax attention as one writes it in torch, in the dtype of the inputs: the error that 16 bits excuse."""
+    q, k, v = (x[name].detach().clone().requires_grad_() for name in ("q", "k", "v"))
+    group = q.shape[2] // k.shape[2]
+    k_all, v_all = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * scale
+    seen = visible(mask, q.shape[1], k.shape[1]).to(q.device)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, -1).masked_fill(~seen, 0)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v_all)
+    lse = torch.logsumexp(scores.float(), -1).transpose(1, 2)
+    loss = (out * dout).sum()
+    if dlse is not None:
+        loss = loss + torch.where(seen.any(-1)[None, :, None], lse * dlse.float(), 0.0).sum()
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
+    return {"out": out[:, queries].detach(), "dq": dq[:, queries], "dk": dk, "dv": dv}
+
+
+def check(target, results, expected, plain):
+    dtype = target[1]
+    for name, value in expected.items():
+        if dtype in TOLERANCE:
+            assert_close(results[name], value, dtype, name)
+        elif name == "lse":
+            assert_close(results[name], value, F32, name)
+        else:
+            assert not results[name].isnan().any(), name
+            ours, theirs = relative_error(results[name], value), relative_error(plain[name], value)
+            assert ours <= 2 * theirs + 1e-5, f"{name}: error {ours:.3g}, plain torch at {dtype} has {theirs:.3g}"
+
+
+MASKS = {
+    "full": (rf.Full(), 70, 70),
+    "causal": (rf.Causal(), 129, 129),
+    "causal_short": (rf.Causal(), 65, 200),
+    "causal_long": (rf.Causal(), 40, 17),
+    "window": (rf.Window(20, 7), 100, 100),
+    "window_left": (rf.Window(33, 0), 150, 150),
+    "window_right": (rf.Window(None, 3), 63, 63),
+    "documents": (rf.Documents([1, 40, 0, 2, 57, 30], causal=True), 130, 130),
+    "documents_full": (rf.Documents([64, 1, 35], causal=False), 100, 100),
+    "documents_padded": (rf.Documents([20, 30], causal=True, padding=50), 100, 100),
+    "documents_window": (rf.Documents([50, 49], causal=True) & rf.Window(10, 0), 99, 99),
+    "one": (rf.Causal(), 1, 1),
+}
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(target, name):
+    mask, queries, keys = MASKS[name]
+    check(target, *attend(target, {"queries": queries, "keys": keys, "heads": (2, 1), "dim": 16}, mask))
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("layout", [rf.Contiguous(), rf.Zigzag(), rf.Striped()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("mask", [rf.Causal(), rf.Documents([50, 1, 49], causal=True) & rf.Window(30, 0)], ids=["causal", "mix"])
+def test_every_layout_merges_its_sources(target, layout, mask):
+    problem = {"queries": 100, "heads": (2, 2), "dim": 16}
+    for rank in range(3):
+        check(target, *attend(target, problem, mask, ranks=3, rank=rank, layout=layout))
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 24), (40, 72), (64, 64), (80, 16), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_every_head_dim(target, dims):
+    dim, value_dim = dims
+    check(target, *attend(target, {"queries": 33, "dim": dim, "value_dim": value_dim, "heads": (1, 1)}, rf.Causal()))
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 3), (5, 1)], ids=str)
+def test_every_grouping_of_heads_and_batch(target, heads):
+    """R20: query head h uses key head h // group, and dk, dv are sums over the group."""
+    check(target, *attend(target, {"batch": 2, "queries": 35, "heads": heads, "dim": 16}, rf.Causal()))
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, -0.3])
+def test_every_scale(target, scale):
+    """R10: 0.0 is a value, and the average of what is seen."""
+    check(target, *attend(target, {"queries": 40, "dim": 16, "heads": (1, 1)}, rf.Causal(), scale=scale))
+
+
+@pytest.mark.parametrize("target", EXACT)
+def test_the_deterministic_mode_gives_the_same_gradients(target):
+    problem = {"queries": 100, "keys": 130, "heads": (4, 2), "dim": 32}
+    check(target, *attend(target, problem, rf.Causal(), deterministic=True))
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 129), (129, 1), (17, 65), (64, 64), (127, 255)])
+@pytest.mark.parametrize("mask", [rf.Full(), rf.Causal()], ids=["full", "causal"])
+def test_lengths_around_block_edges(target, queries, keys, mask):
+    """R16, and rows that see nothing where queries outnumber keys."""
+    check(target, *attend(target, {"queries": queries, "keys": keys, "heads": (1, 1), "dim": 16}, mask))
+
+
+@pytest.mark.parametrize("target", EXACT)
+def test_memory_past_the_last_key_has_no_effect(target):
+    """R16: NaN behind the keys, and behind the queries, stays there."""
+    _, dtype, device = target
+    x = draw(queries=37, heads=(1, 1), dim=16, dtype=dtype, device=device)
+    backend, score = get(target, 16, heads=(1, 1))
+    bounds = plan(rf.Causal(), rf.Contiguous(), 37)[0]
+    framed = {}
+    for name in ("q", "k", "v"):
+        memory = torch.full((1, 64, 1, 16), torch.nan, dtype=dtype, device=device)
+        memory[:, 10:47] = x[name]
+        framed[name] = memory[:, 10:47]
+    expected = backend.forward(x["q"], x["k"], x["v"], bounds, score)
+    actual = backend.forward(framed["q"], framed["k"], framed["v"], bounds, score)
+    assert torch.equal(actual.out, expected.out)
+    assert torch.equal(actual.lse, expected.lse)
+
+
+@pytest.mark.parametrize("target", EXACT)
+def test_strided_views_of_one_projection_give_the_same_bits(target):
+    _, dtype, device = target
+    x = draw(queries=50, heads=(2, 2), dim=16, dtype=dtype, device=device)
+    backend, score = get(target, 16)
+    bounds = plan(rf.Causal(), rf.Contiguous(), 50)[0]
+    fused = torch.cat([x["q"], x["k"], x["v"]], dim=2)  # [B, S, 6, D]: heads of q, k and v side by side
+    expected = backend.forward(x["q"], x["k"], x["v"], bounds, score)
+    actual = backend.forward(*fused.split(2, dim=2), bounds, score)
+    assert torch.equal(actual.out, expected.out)
+    heads_first = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x["q"], x["k"], x["v"]))
+    assert torch.equal(backend.forward(*heads_first, bounds, score).out, expected.out)
+
+
+@pytest.mark.parametrize("target", EXACT)
+def test_into_equals_merging_afterwards(target):
+    """The epilogue is the merge of partial.py, for lse gaps of every size and for partials that saw nothing."""
+    _, dtype, device = target
+    x = draw(queries=40, heads=(2, 1), dim=16, dtype=dtype, device=device)
+    backend, score = get(target, 16, heads=(2, 1))
+    bounds = plan(rf.Window(3, -0), rf.Contiguous(), 40)[0]
+    here = backend.forward(x["q"], x["k"], x["v"], bounds, score)
+    before = Partial(torch.randn_like(here.out), row_statistic(x["q"], here.lse.dtype))
+    gap = torch.tensor([0.0, 50.0, -50.0, 1e4, -1e4, -torch.inf], device=device, dtype=here.lse.dtype)
+    before.lse.copy_(gap[torch.arange(40, device=device) % 6][None, :, None])
+    before.out[before.lse == -torch.inf] = 0.0
+    expected = merge(before, here)
+    actual = backend.forward(
+        x["q"], x["k"], x["v"], bounds, score, into=Partial(before.out.clone(), before.lse.clone())
+    )
+    assert_close(actual.out, expected.out, F32 if dtype != F64 else F64, "out")
+    assert_close(actual.lse, expected.lse, F32 if dtype != F64 else F64, "lse")
+
+
+@pytest.mark.parametrize("target", EXACT)
+def test_gradients_are_added_to_what_the_caller_holds(target):
+    _, dtype, device = target
+    x = draw(queries=40, heads=(2, 1), dim=16, dtype=dtype, device=device)
+    backend, score = get(target, 16, heads=(2, 1))
+    bounds = plan(rf.Causal(), rf.Contiguous(), 40)[0]
+    partial = backend.forward(x["q"], x["k"], x["v"], bounds, score)
+    out = partial.out.to(dtype)
+    rows = Rows(out, x["dout"], partial.lse, delta(out, x["dout"], None), False)
+
+    def gradients(start):
+        sums = [torch.full(x[n].shape, start, dtype=partial.out.dtype, device=device) for n in ("q", "k", "v")]
+        backend.backward(x["q"], x["k"], x["v"], rows, bounds, score, *sums, True)
+        return sums
+
+    for from_zero, from_seven in zip(gradients(0.0), gradients(7.0), strict=True):
+        assert_close(from_seven - 7.0, from_zero, F32 if dtype != F64 else F64)
+
+
+@pytest.mark.parametrize("target", EXACT)
+def test_very_large_logits_stay_finite(target):
+    """R07: one key ahead of the rest by more than a thousand takes the whole row, wherever its block is."""
+    _, dtype, device = target
+    x = draw(queries=70, heads=(1, 1), dim=64, dtype=dtype, device=device)
+    q = torch.full_like(x["q"], 100.0)
+    k = x["k"].sign() * 50.0
+    k[:, 66] = 100.0
+    backend, score = get(target, 64, heads=(1, 1))
+    bounds = plan(rf.Full(), rf.Contiguous(), 70)[0]
+    partial = backend.forward(q, k, x["v"], bounds, score)
+    assert_close(partial.out, x["v"][:, 66:67].expand_as(x["v"]).to(partial.out.dtype), F32)
+    assert_close(partial.lse, torch.full_like(partial.lse, 64 * 1e4 * 0.125), F32)
+    rows = Rows(partial.out.to(dtype), x["dout"], partial.lse, delta(partial.out.to(dtype), x["dout"], None), False)
+    sums = [torch.zeros(t.shape, dtype=partial.out.dtype, device=device) for t in (q, k, x["v"])]
+    backend.backward(q, k, x["v"], rows, bounds, score, *sums, False)
+    assert all(total.isfinite().all() for total in sums)
+
+
+@pytest.mark.parametrize("target", EXACT)
+def test_one_query_and_one_key(target):
+    """R06: out is v, lse the score, dq and dk exactly zero, dv the upstream gradient."""
+    results, expected, _ = attend(target, {"queries": 1, "heads": (1, 1), "dim": 16}, rf.Full(), has_dlse=False)
+    x = draw(queries=1, heads=(1, 1), dim=16, dtype=target[1])
+    assert torch.equal(results["out"].cpu().to(target[1]), x["v"])
+    assert_close(results["lse"], expected["lse"], F32)
+    assert torch.equal(results["dv"].cpu().to(target[1]), x["dout"])
+    for name in ("dq", "dk"):
+        # delta is summed in another order than dp, so "zero" is a rounding error of their size.
+        assert float(results[name].abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("target", VENDORS)
+@pytest.mark.parametrize("layout", [rf.Contiguous(), rf.Zigzag(), rf.Striped()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("mask", [rf.Full(), rf.Causal(), rf.Documents([30, 70], causal=True)], ids=["full", "causal", "documents"])
+def test_vendor_kernels_serve_what_tiles_can_say(target, layout, mask):
+    problem = {"batch": 2, "queries": 100, "heads": (4, 2), "dim": 64}
+    for rank in range(2):
+        results, expected, plain = attend(target, problem, mask, ranks=2, rank=rank, layout=layout, has_dlse=False)
+        check_vendor(target, results, expected, plain)
+
+
+def check_vendor(target, results, expected, plain):
+    """As `check`, but partial results come rounded: three roundings (two sources and the last) for plain torch's one."""
+    if target[1] in TOLERANCE:
+        return check(target, results, expected, plain)
+    for name in ("out", "dq", "dk", "dv"):
+        ours, theirs = relative_error(results[name], expected[name]), relative_error(plain[name], expected[name])
+        assert ours <= 3 * theirs, f"{name}: error {ours:.3g}, plain torch has {theirs:.3g}"
+    assert float((results["lse"].cpu() - expected["lse"].cpu()).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("target", VENDORS)
+def test_vendor_kernels_refuse_what_they_cannot_say(target):
+    problem = {"queries": 100, "heads": (2, 2), "dim": 64}
+    with pytest.raises(NotImplementedError, match="the mask has band tiles"):
+        attend(target, problem, rf.Window(5, 5), has_dlse=False)
+    with pytest.raises(NotImplementedError, match="falls into 65 tiles, more than 64"):
+        attend(target, {**problem, "queries": 130}, rf.Documents([2] * 65, causal=True), has_dlse=False)
+    with pytest.raises(NotImplementedError, match="cannot differentiate lse"):
+        attend(target, problem, rf.Causal(), has_dlse=True)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.schedule.mask import Intersection
+
+
+def test_intersections_are_canonical_values():
+    causal, window = rf.Causal(), rf.Window(3, None)
+    assert causal & rf.Full() == causal
+    assert rf.Full() & rf.Full() == rf.Full()
+    assert causal & causal == causal
+    assert (causal & window) & causal == Intersection((causal, window))
+    assert hash(causal & window) == hash(rf.Causal() & rf.Window(3, None))
+
+
+def test_masks_of_different_lengths_do_not_combine():
+    with pytest.raises(ValueError, match=r"different sequence lengths \[4, 5\]"):
+        rf.Documents([4], causal=True) & rf.Documents([5], causal=True)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        [0, 3, 3, 8],
+        (0, 3, 3, 8),
+        torch.tensor([0, 3, 3, 8], dtype=torch.int32),
+        torch.tensor([0, 3, 3, 8], dtype=torch.int64),
+        torch.tensor([0, 3, 3, 8]).clone(),
+        torch.tensor([9, 0, 3, 3, 8])[1:],  # a view with a storage offset
+        torch.tensor([0, 9, 3, 9, 3, 9, 8])[::2],
+    ],
+    ids=["list", "tuple", "int32", "int64", "clone", "offset", "strided"],
+)
+def test_cu_seqlens_in_any_form_are_the_same_mask(form):
+    """R32: the decision is by value."""
+    assert rf.Documents.from_cu_seqlens(form, causal=True) == rf.Documents([3, 0, 5], causal=True)
+
+
+def test_cu_seqlens_leave_the_rest_of_the_length_as_padding():
+    assert rf.Documents.from_cu_seqlens([0, 7], causal=False, length=8) == rf.Documents([7], causal=False, padding=1)
+
+
+def test_restarting_position_ids_are_document_borders():
+    assert rf.Documents.from_position_ids([0, 1, 2, 0, 0, 1], causal=True) == rf.Documents([3, 1, 2], causal=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: rf.Window(-1, 0), ValueError, "left = -1"),
+        (lambda: rf.Window(1.5, 0), ValueError, "left = 1.5"),
+        (lambda: rf.Window(0, True), ValueError, "right = True"),
+        (lambda: rf.Documents([3, -1], causal=True), ValueError, r"lengths\[1\] = -1"),
+        (lambda: rf.Documents([3.0], causal=True), TypeError, "holds 3.0 of type float"),
+        (lambda: rf.Documents(torch.tensor([3.0]), causal=True), TypeError, "float32; must be 1-D and integer"),
+        (lambda: rf.Documents(torch.tensor([[3]]), causal=True), TypeError, "must be 1-D"),
+        (lambda: rf.Documents([3], causal=True, padding=-1), ValueError, "padding = -1"),
+        (lambda: rf.Documents.from_cu_seqlens([1, 3], causal=True), ValueError, "must start with 0"),
+        (lambda: rf.Documents.from_cu_seqlens([], causal=True), ValueError, "must start with 0"),
+        (lambda: rf.Documents.from_cu_seqlens([0, 5, 3], causal=True), ValueError, "must not decrease"),
+        (lambda: rf.Documents.from_cu_seqlens([0, 9], causal=True, length=8), ValueError, "past length = 8"),
+        (lambda: rf.Documents.from_position_ids([1, 2], causal=True), ValueError, "must start at 0"),
+        (lambda: rf.Documents.from_position_ids([0, 2], causal=True), ValueError, r"position_ids\[1\] = 2 after 0"),
+    ],
+)
+def test_bad_masks_are_refused_with_the_argument_and_its_value(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_causal_must_be_named_for_documents():
+    with pytest.raises(TypeError, match="causal"):
+        rf.Documents([3])
