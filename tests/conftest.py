@@ -15,12 +15,10 @@ from ringflash.testing.workers import Workers  # noqa: E402
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU the tests marked `gpu` do not exist; `make test-gpu` runs them where there is one."""
-    if HAS_GPU:
-        return
-    here = [item for item in items if "gpu" not in item.keywords]
-    config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
-    items[:] = here
+    """Tests marked `gpu` exist only where there is one, those marked `interpreter` only where there is none."""
+    absent = "interpreter" if HAS_GPU else "gpu"
+    config.hook.pytest_deselected(items=[item for item in items if absent in item.keywords])
+    items[:] = [item for item in items if absent not in item.keywords]
 
 
 @pytest.fixture(autouse=True)

@@ -97,6 +97,7 @@ class Workers:
                 try:
                     ok, value = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
+                    active[rank].process.join(1.0)  # the pipe closes a moment before the exit code is known
                     ok, value = False, f"died with exit code {active[rank].process.exitcode}"
                 if ok:
                     results[rank] = value

@@ -18,7 +18,7 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 
 def on(backend, dtype, device):
-    marks = [pytest.mark.gpu] if device == "cuda" else []
+    marks = [pytest.mark.gpu] if device == "cuda" else [pytest.mark.interpreter] if backend == "triton" else []
     return pytest.param((backend, dtype, device), id=f"{backend}-{str(dtype)[6:]}-{device}", marks=marks)
 
 

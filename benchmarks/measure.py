@@ -1,0 +1,120 @@
+"""Timing and record keeping that all benchmarks share."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one candidate over the rounds of one run."""
+
+    median_ms: float
+    spread: float  # (largest - smallest) / median of the middle half
+
+    def tflops(self, flops: float) -> float:
+        return flops / self.median_ms / 1e9
+
+
+def interleaved(candidates: dict[str, Callable[[], Any]], rounds: int = 15, warmup: int = 3) -> dict[str, Timing]:
+    """Time every candidate once per round, in turn, so that clocks and heat are the same for all."""
+    for run in candidates.values():
+        for _ in range(warmup):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return {name: _timing(sorted(values)) for name, values in times.items()}
+
+
+def _timing(times: list[float]) -> Timing:
+    middle = times[len(times) // 4 : len(times) - len(times) // 4]
+    median = statistics.median(times)
+    return Timing(median, (middle[-1] - middle[0]) / median)
+
+
+@dataclass
+class Row:
+    """One line of a results file; tflops are per GPU, 4 D per visible pair and head forward, 2.5 times that backward."""
+
+    direction: str
+    head_dim: int
+    heads: str
+    mask: str
+    tokens: int
+    batch: int
+    gpus: int
+    tflops: dict[str, float]
+    efficiency: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def matmul_tflops(size: int = 8192) -> float:
+    """The ceiling of this run: a square bf16 matrix product on random numbers."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return interleaved({"matmul": lambda: a @ b})["matmul"].tflops(2 * size**3)
+
+
+def hardware() -> str:
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+
+
+def commit() -> str:
+    try:
+        arguments = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+        return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=RESULTS.parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write(what: str, rows: list[Row], *, gpus: int, matmul: float, out: Path | None, notes: str, **meta: Any) -> Path:
+    """results/<what>_<hardware>_<date>.json and .md; returns the JSON's path."""
+    folder = RESULTS if out is None else out
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": gpus,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "matmul_tflops": round(matmul, 1),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        **meta,
+    }
+    path = folder / f"{what}_{hardware()}_{date.today().isoformat()}.json"
+    body = [{key: value for key, value in asdict(row).items() if value not in (None, {})} for row in rows]
+    path.write_text(json.dumps({"meta": about, "rows": body}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(_markdown(what, about, rows, notes))
+    return path
+
+
+def _markdown(what: str, about: dict[str, Any], rows: list[Row], notes: str) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.tflops))
+    lines = [f"# {what}", "", notes, "", *(f"- {key}: {value}" for key, value in about.items()), ""]
+    head = ["direction", "head dim", "heads", "mask", "tokens", "batch", "gpus", *(f"{n}, TFLOP/s" for n in names)]
+    lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [row.direction, row.head_dim, row.heads, row.mask, row.tokens, row.batch, row.gpus]
+        cells += [f"{row.tflops[n]:.0f}" if n in row.tflops else "" for n in names]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"

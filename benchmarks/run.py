@@ -1,0 +1,15 @@
+"""Run a benchmark by name: python benchmarks/run.py kernels [--quick] [--out DIR]."""
+
+import runpy
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in ("run", "measure"))
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        sys.exit(f"usage: run.py NAME [flags]; NAME is one of {', '.join(NAMES)}")
+    sys.path.insert(0, str(HERE))
+    name = sys.argv.pop(1)
+    runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")
