@@ -129,10 +129,15 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
                 raise RuntimeError("Ring: launched by torchrun, but init_process_group was not called before Ring()")
             return Alone()
         group = dist.group.WORLD
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to processes that it leaves out
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"Ring: mesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one, such as mesh['cp']")
-        group = group.get_group()
+            raise ValueError(
+                f"Ring: mesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one, such as mesh['cp']"
+            )
+        group = outside if group.get_coordinate() is None else group.get_group()
+    if group is outside:
+        raise ValueError("Ring: this process is not in the group; make a Ring of it on its members only")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"Ring: group is {type(group).__name__}; must be a ProcessGroup, a 1-D DeviceMesh or None")
     return PeerTransport(group)

@@ -1,12 +1,18 @@
 """Functions that tests send to worker processes, and the cases they share."""
 
+from contextlib import contextmanager
 from functools import lru_cache
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
+from ringflash.kernels.backend import Backend
+from ringflash.kernels.reference import Reference
 from ringflash.parallel.inprocess import run
+from ringflash.parallel.passage import InFlight
 from ringflash.parallel.transport import Transport
 from ringflash.testing.oracle import dense_gradients
 from ringflash.testing.sharded import attend_sharded, draw
@@ -55,6 +61,13 @@ def subgroup(ranks, backend=None):
     return dist.new_group(members, backend=backend), dist.get_rank() in members
 
 
+@lru_cache
+def mesh_of_last(ranks):
+    """A mesh of one dimension over the same members."""
+    world = dist.get_world_size()
+    return DeviceMesh("cpu", list(range(world - ranks, world)))
+
+
 def on_subgroup(ranks, layout, step, *arguments):
     """In a worker: `step(ring, *arguments)` in a ring of the last `ranks` processes, None on the others."""
     group, is_member = subgroup(ranks)
@@ -72,8 +85,8 @@ def in_process(ranks, layout, step, *arguments):
 
 
 def attend(ring, problem, options):
-    """out, lse, dq, dk, dv of the whole sequence, gathered on every rank."""
-    return attend_sharded(ring, **draw(**problem), **options)
+    """out, lse, dq, dk, dv of the whole sequence, gathered on every rank, on the CPU."""
+    return {name: x.cpu() for name, x in attend_sharded(ring, **draw(**problem), **options).items()}
 
 
 def attend_in_process(ranks, layout, problem, options):
@@ -100,3 +113,95 @@ class Untouchable(Transport):
 
     def all_gather_object(self, value):
         raise AssertionError("a value was sent")
+
+
+# What communicates or makes groups; isend and irecv go through batch_isend_irecv, which compares them by identity.
+WIRE_CALLS = ["batch_isend_irecv", "send", "recv", "all_gather", "all_gather_into_tensor", "all_gather_object"]
+WIRE_CALLS += [
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+]
+WIRE_CALLS += ["monitored_barrier", "new_group", "new_subgroups", "reduce", "reduce_scatter", "reduce_scatter_tensor"]
+WIRE_CALLS += ["scatter", "split_group"]
+
+
+@contextmanager
+def counted_calls():
+    """How often each function of torch.distributed that communicates or makes a group was called inside; a dict."""
+    counts = {}
+    mocks = {name: mock.Mock(wraps=getattr(dist, name)) for name in WIRE_CALLS}
+    new_group = dist.distributed_c10d._new_group_with_tag
+    mocked_new_group = mock.Mock(wraps=new_group)
+    with (
+        mock.patch.multiple(dist, **mocks),
+        mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", mocked_new_group),
+    ):
+        yield counts
+    counts |= {name: called.call_count for name, called in mocks.items() if called.call_count}
+    if mocked_new_group.call_count:
+        counts["new_group"] = mocked_new_group.call_count
+
+
+class Recorder(Backend):
+    """The reference, noting in `events` whose keys it is given; v of each source must hold the source's rank."""
+
+    name = "recorder"
+
+    def __init__(self, events):
+        self.events, self.reference = events, Reference()
+        self.kept = []  # what was given to add into
+
+    def refuses(self, call):
+        return None
+
+    def forward(self, q, k, v, *arguments, **options):
+        self.events.append(("forward", int(v.flatten()[0])))
+        self.kept.append(options.get("into"))
+        return self.reference.forward(q, k, v, *arguments, **options)
+
+    def backward(self, q, k, v, *arguments, **options):
+        self.events.append(("backward", int(v.flatten()[0])))
+        self.kept.append((*arguments, *options.values()))
+        return self.reference.backward(q, k, v, *arguments, **options)
+
+
+class NotedInFlight(InFlight):
+    def __init__(self, in_flight, note):
+        self.in_flight, self.note = in_flight, note
+
+    def wait(self):
+        self.note()
+        return self.in_flight.wait()
+
+
+def note_messages(transport, events):
+    """From now on the transport notes ("start", bytes sent) and ("wait", bytes received) of each message."""
+    exchange = transport.exchange
+
+    def noted(send, to, receive, source):
+        events.append(("start", send.numel() * send.itemsize))
+        received = ("wait", receive.numel() * receive.itemsize)
+        return NotedInFlight(exchange(send, to, receive, source), lambda: events.append(received))
+
+    transport.exchange = noted
+
+
+def sent_bytes(events):
+    return sum(size for what, size in events if what == "start")
+
+
+def messages_of(ring, problem, mask):
+    """(events of the forward pass, events of the backward pass) on this rank."""
+    inputs = draw(**problem)
+    events = []
+    note_messages(ring.transport, events)
+    q, k, v = (ring.shard(inputs[name]).requires_grad_() for name in ("q", "k", "v"))
+    out = rf.attention(q, k, v, ring=ring, mask=mask, length=inputs["q"].shape[1])
+    after_forward = len(events)
+    out.sum().backward()
+    return events[:after_forward], events[after_forward:]

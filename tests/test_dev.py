@@ -53,7 +53,16 @@ def test_dependencies_are_read_as_a_toml_reader_reads_them():
 def test_every_command_needs_torch_and_known_extras(command):
     names = [r.name for r in dev.requirements(dev.EXTRAS[command])]
     assert "torch" in names and "einops" in names
-    assert len(names) == len(set(names))
+
+
+def test_gpu_tests_take_the_numpy_that_is_there():
+    """Its upper bound is for Triton's interpreter; an offline GPU machine has a newer one."""
+    bounds = {
+        command: [r.specifier for r in dev.requirements(dev.EXTRAS[command]) if r.name == "numpy"]
+        for command in ("test", "test-gpu")
+    }
+    assert any("<" in bound for bound in bounds["test"])
+    assert not any("<" in bound for bound in bounds["test-gpu"])
 
 
 def test_training_needs_no_test_tools_and_no_triton():
@@ -168,6 +177,57 @@ def test_nothing_is_installed_where_only_a_nicety_is_missing(monkeypatch):
     monkeypatch.setattr(dev.Requirement, "is_met", met)
     monkeypatch.setattr(dev, "set_up", lambda needed: pytest.fail("set up"))
     assert dev.python_for("test-gpu") == sys.executable
+
+
+@pytest.fixture
+def env(monkeypatch, tmp_path):
+    """A place for .venv of our own; returns its path."""
+    place = tmp_path / ".venv"
+    monkeypatch.setattr(dev, "ENV", place)
+    monkeypatch.setattr(dev, "ENV_PYTHON", place / "bin" / "python")
+    for name in ("LOG", "MADE_HERE", "INSTALLING"):
+        monkeypatch.setattr(dev, name, place / getattr(dev, name).name)
+    return place
+
+
+def test_a_python_without_venv_is_told_what_to_install(env, monkeypatch):
+    monkeypatch.setattr(dev.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"apt install python3\.\d+-venv"):
+        dev.create()
+    assert not env.exists()
+
+
+def test_a_set_up_that_was_cut_off_is_found_and_removed(env, monkeypatch):
+    dev.ENV_PYTHON.parent.mkdir(parents=True)
+    dev.ENV_PYTHON.symlink_to(sys.executable)
+    dev.MADE_HERE.touch()
+    assert dev.is_sound()
+
+    def cut_off(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dev.subprocess, "run", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            dev.logged("installing", sys.executable)
+    assert not dev.is_sound()
+    dev.remove()
+    assert not env.exists()
+
+
+def test_a_step_that_failed_leaves_nothing_to_clean_up(env):
+    env.mkdir()
+    assert not dev.logged("installing", sys.executable, "-c", "print('no such package'); raise SystemExit(1)")
+    assert not dev.INSTALLING.exists()
+    assert "no such package" in dev.log_tail()
+
+
+def test_an_environment_that_somebody_else_made_is_never_removed(env):
+    env.mkdir()
+    (env / "theirs").touch()
+    with pytest.raises(SystemExit, match=r"dev\.py did not make it"):
+        dev.remove()
+    assert (env / "theirs").exists()
 
 
 @pytest.fixture

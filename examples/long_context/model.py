@@ -23,6 +23,7 @@ class ModelConfig:
     layers: int
     heads: int
     kv_heads: int
+    rotary_base: float = 10_000.0
     compute_dtype: torch.dtype = torch.float32
     backend: str | None = None
     activation_checkpointing: bool = False
@@ -74,7 +75,7 @@ class RMSNorm(nn.Module):
         return (x_fp32 * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
-def rotary_angles(positions: Tensor, head_dim: int, *, base: float = 10_000.0) -> Tensor:
+def rotary_angles(positions: Tensor, head_dim: int, *, base: float) -> Tensor:
     """Angles by which each pair of channels is turned.
 
         angle[s, i] = positions[s] * base ** (-2 i / head_dim)
@@ -166,7 +167,9 @@ class Transformer(nn.Module):
     def reset_parameters(self, seed: int) -> None:
         """The same weights on every rank and in a one-process run: drawn on the CPU, from a generator of our own."""
         generator = torch.Generator().manual_seed(seed)
-        nn.init.normal_(self.embedding.weight, std=1.0, generator=generator)
+        # Louder than what the blocks add: at first the last byte says most about the next. Measured on the CPU run's
+        # recipe: std 2 is at a validation loss of 2.7 after 80 steps, std 1 after 120.
+        nn.init.normal_(self.embedding.weight, std=2.0, generator=generator)
         for block in self.blocks:
             for name, module in block.named_modules():
                 if isinstance(module, Linear):
@@ -184,7 +187,7 @@ class Transformer(nn.Module):
         """
         x = self.embedding(tokens).to(self.config.compute_dtype)
         # Once for all blocks. The angles stay fp32: position 60,000 has no exact bf16 value.
-        angles = rotary_angles(positions, self.config.head_dim)
+        angles = rotary_angles(positions, self.config.head_dim, base=self.config.rotary_base)
         for block in self.blocks:
             x = block(x, angles, mask)
         return self.to_logits(self.norm(x))

@@ -20,9 +20,9 @@ NAMES = ["out", "lse", "dq", "dk", "dv"]
 
 
 def assert_equals_dense(ranks, layout, problem, mask, **options):
-    dtype = problem.get("dtype", torch.float64)
+    expected = dense(problem, mask=mask, scale=options.get("scale"))
     for results in attend_in_process(ranks, layout, problem, {"mask": mask, **options}):
-        assert_all_close(results, dense(problem, mask=mask, scale=options.get("scale")), dtype)
+        assert_all_close(results, expected, problem.get("dtype", torch.float64))
 
 
 @layouts
@@ -72,7 +72,12 @@ def rings(draw_one):
     mask = draw_one(st.sampled_from(sorted(masks(length))))
     key_heads = draw_one(st.integers(1, 3))
     heads = (key_heads * draw_one(st.integers(1, 3)), key_heads)
-    problem = {"queries": length, "heads": heads, "batch": draw_one(st.integers(1, 2)), "dim": draw_one(st.integers(1, 9))}
+    problem = {
+        "queries": length,
+        "heads": heads,
+        "batch": draw_one(st.integers(1, 2)),
+        "dim": draw_one(st.integers(1, 9)),
+    }
     return draw_one(st.integers(1, 6)), draw_one(st.sampled_from(LAYOUTS)), problem, masks(length)[mask]
 
 

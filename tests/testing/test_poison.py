@@ -31,9 +31,15 @@ def test_every_test_runs_under_poison():
     assert torch.empty(3).isnan().all()
 
 
+def fail_under_poison():
+    with poisoned():
+        raise ValueError("inside")
+
+
 def test_afterwards_torch_is_itself_again_even_after_an_error():
     before = torch.empty, torch.empty_like, torch.Tensor.new_empty
-    with pytest.raises(ValueError, match="inside"), poisoned():
+    with poisoned():
         assert torch.empty is not before[0]
-        raise ValueError("inside")
+    with pytest.raises(ValueError, match="inside"):
+        fail_under_poison()
     assert (torch.empty, torch.empty_like, torch.Tensor.new_empty) == before

@@ -2,7 +2,7 @@
 
 `key_gradient_kernel` is column-parallel: a program owns a block of keys, dk and dv stay in its registers, and dq is
 added up across programs by atomics. `query_gradient_kernel` owns rows instead; the two together, the first without dq,
-need no atomics: the deterministic mode.
+need no atomics: the deterministic mode, and where products are cheaper than atomics the faster one as well.
 """
 
 import triton

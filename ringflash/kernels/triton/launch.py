@@ -14,7 +14,14 @@ from ringflash.kernels.backend import Backend, Call, Rows, Score
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
 from ringflash.kernels.triton.forward import forward_kernel
-from ringflash.kernels.triton.tuning import Tiles, forward_tiles, key_gradient_tiles, padded, query_gradient_tiles
+from ringflash.kernels.triton.tuning import (
+    Tiles,
+    forward_tiles,
+    key_gradient_tiles,
+    padded,
+    query_gradient_tiles,
+    two_passes_are_faster,
+)
 from ringflash.schedule.tiles import Bounds
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,14 +83,15 @@ class Triton(Backend):
         dim, capability = max(D, Dv), _capability(q)
         tiles = key_gradient_tiles(dim, q.dtype, capability)
         lo, hi = bounds.transposed.to(q.device)
+        two_passes = deterministic or two_passes_are_faster(dim, q.dtype, capability)
         strides = _strides(q, k, v, rows.dout)
         assert _is_laid_out(rows.lse) and _is_laid_out(rows.delta), "row statistics lie as row_statistic() makes them"
         with _on(q):
             key_gradient_kernel[(triton.cdiv(Sk, tiles.block_k), Hk, B)](
                 q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, dk, dv, *strides, _batch_stride(lo), Sq, Sk, Hq, Hk,
-                score.factor, ADD_DQ=not deterministic, **_constants(q, v, tiles),
+                score.factor, ADD_DQ=not two_passes, **_constants(q, v, tiles),
             )  # fmt: skip
-            if deterministic:
+            if two_passes:
                 tiles = query_gradient_tiles(dim, q.dtype, capability)
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, tiles.block_q), Hq, B)](
@@ -101,11 +109,20 @@ def _constants(q: Tensor, v: Tensor, tiles: Tiles) -> dict[str, Any]:
         "BLOCK_K": tiles.block_k,
         "BLOCK_D": padded(D),
         "BLOCK_DV": padded(Dv),
-        # Plain tf32 keeps 10 bits of fp32 inputs; three such products keep them all, at tensor-core speed.
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": _precision(q),
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
+
+
+def _precision(q: Tensor) -> str:
+    """How fp32 products are formed; other types ignore it.
+
+    Plain tf32 keeps 10 bits of the inputs. Six products of bf16 thirds keep all 24, on the tensor cores still.
+    """
+    if q.device.type != "cuda":
+        return "ieee"  # the interpreter's products are exact, and it knows fewer names
+    return "bf16x6" if q.dtype == torch.float32 else "tf32"
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -1,0 +1,127 @@
+"""Draw the figures of the README and docs/design.md from the schedule itself: python docs/figures/draw.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+
+import ringflash as rf
+
+HERE = Path(__file__).resolve().parent
+RANKS, LENGTH = 4, 32
+COLOURS = ["#2f6db5", "#e0812b", "#3c9a5f", "#b5457a"]
+PAPER, INK = "#f4f4f1", "#333333"
+DOCUMENTS = rf.Documents([5, 13, 4, 10], causal=True)
+LAYOUTS = {"Contiguous": rf.Contiguous(), "Zigzag": rf.Zigzag(), "Striped": rf.Striped()}
+
+
+def owners(layout: rf.Layout) -> np.ndarray:
+    """Which rank holds each position."""
+    owner = np.zeros(LENGTH, dtype=int)
+    for rank in range(RANKS):
+        owner[layout.positions(LENGTH, rank, RANKS).numpy()] = rank
+    return owner
+
+
+def paint(seen: np.ndarray, row_owner: np.ndarray) -> np.ndarray:
+    """An image of who sees whom, each row in the colour of the rank that computes it."""
+    image = np.ones((*seen.shape, 3)) * to_rgb(PAPER)
+    for rank in range(RANKS):
+        image[seen & (row_owner == rank)[:, None]] = to_rgb(COLOURS[rank])
+    return image
+
+
+def seen_by(mask: rf.Mask) -> np.ndarray:
+    lo, hi = mask.bounds(torch.arange(LENGTH))
+    keys = torch.arange(LENGTH)
+    return ((lo[0][:, None] <= keys) & (keys < hi[0][:, None])).numpy()
+
+
+def show(axes: Axes, image: np.ndarray, title: str, ylabel: str = "", xlabel: str = "") -> None:
+    axes.imshow(image, interpolation="nearest")
+    rows, columns = image.shape[:2]
+    axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=0.6)
+    axes.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_title(title, fontsize=10, color=INK)
+    axes.set_ylabel(ylabel, fontsize=9, color=INK)
+    axes.set_xlabel(xlabel, fontsize=9, color=INK)
+
+
+def layout_mask_plan() -> None:
+    """Three layouts; a mask in global positions, coloured by layout; and what rank 1 computes with each source."""
+    figure = plt.figure(figsize=(10.5, 8.6), facecolor="white")
+    grid = figure.add_gridspec(3, 12, height_ratios=[0.35, 3.0, 2.0], hspace=0.36, wspace=0.9)
+    for column, (name, layout) in enumerate(LAYOUTS.items()):
+        owner = owners(layout)
+        strip = np.array([to_rgb(COLOURS[rank]) for rank in owner])[None].repeat(2, axis=0)
+        pairs = rf.plan(DOCUMENTS, layout, LENGTH, 0, RANKS).pairs_per_rank
+        balance = max(pairs) / (sum(pairs) / RANKS)
+        show(figure.add_subplot(grid[0, 4 * column : 4 * column + 4]), strip, f"layout: {name}")
+        show(
+            figure.add_subplot(grid[1, 4 * column : 4 * column + 4]),
+            paint(seen_by(DOCUMENTS), owner),
+            f"mask: 4 documents, causal\nlargest share of work {balance:.2f} x the mean",
+            "queries, in order" if column == 0 else "",
+            "keys, in order",
+        )
+    for source in range(RANKS):
+        mine = rf.plan(DOCUMENTS, rf.Zigzag(), LENGTH, 1, RANKS)
+        bounds = mine[source]
+        keys = torch.arange(bounds.columns)
+        seen = ((bounds.lo[0][:, None] <= keys) & (keys < bounds.hi[0][:, None])).numpy()
+        title = f"plan: rank 1, source {source}\n" + (f"{bounds.pairs} pairs" if bounds.pairs else "nothing to see")
+        show(
+            figure.add_subplot(grid[2, 3 * source : 3 * source + 3]),
+            paint(seen, np.full(bounds.rows, 1)),
+            title,
+            "local queries" if source == 0 else "",
+            "its keys",
+        )
+    handles = [plt.Line2D([], [], marker="s", linestyle="", markersize=9, color=c) for c in COLOURS]
+    figure.legend(handles, [f"rank {r}" for r in range(RANKS)], loc="lower center", ncols=RANKS, frameon=False)
+    figure.savefig(HERE / "layout_mask_plan.png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def ring() -> None:
+    """Four ranks, each holding its queries while keys and values go round."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.3), facecolor="white")
+    axes.set_xlim(0, 14.4)
+    axes.set_ylim(-0.55, 6.1)
+    axes.axis("off")
+    for hop in range(RANKS):
+        y = 4.6 - 1.5 * hop
+        axes.text(0.0, y + 0.42, f"hop {hop}", fontsize=10, color=INK, va="center")
+        for rank in range(RANKS):
+            x = 1.6 + 3.25 * rank
+            source = (rank - hop) % RANKS
+            axes.add_patch(plt.Rectangle((x, y), 1.0, 0.85, color=COLOURS[rank]))
+            axes.add_patch(plt.Rectangle((x + 1.15, y), 1.0, 0.85, facecolor="white", edgecolor=COLOURS[source], lw=2.5))
+            axes.text(x + 0.5, y + 0.42, "Q", ha="center", va="center", color="white", fontsize=11, weight="bold")
+            axes.text(x + 1.65, y + 0.42, "K V", ha="center", va="center", color=COLOURS[source], fontsize=10)
+            if hop < RANKS - 1 and rank < RANKS - 1:
+                axes.annotate(
+                    "", (x + 3.25 + 1.65, y - 0.62), (x + 1.65, y - 0.03),
+                    arrowprops={"arrowstyle": "->", "color": COLOURS[source], "lw": 1.3},
+                )  # fmt: skip
+    for rank in range(RANKS):
+        axes.text(1.6 + 3.25 * rank + 1.07, 5.75, f"rank {rank}", ha="center", fontsize=10, color=INK)
+    figure.savefig(HERE / "ring.png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    layout_mask_plan()
+    ring()

@@ -1,0 +1,111 @@
+"""What goes over the wire, how much of it, and when: counted on an in-process ring."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.kernels.backend import Score
+from ringflash.parallel.function import RingAttentionFunction, Work
+from ringflash.parallel.inprocess import run
+from ringflash.schedule.plan import plan
+from tests.rings import LAYOUTS, Recorder, in_process, masks, messages_of, name_of, note_messages, sent_bytes
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+
+
+def events_of(mask, length, member):
+    """What one rank does in forward and in backward, and its backend."""
+    events = []
+    note_messages(member, events)
+    here = plan(mask, rf.Contiguous(), length, member.rank, member.ranks)
+    Sq = here.positions.numel()
+    q, k = torch.randn(2, 1, Sq, 2, 4, dtype=torch.bfloat16)
+    v = torch.full((1, Sq, 2, 4), float(member.rank), dtype=torch.bfloat16)
+    recorder = Recorder(events)
+    work = Work(plan=here, score=Score(0.5), backend=recorder, transport=member, deterministic=False)
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = RingAttentionFunction.apply(*tensors, work)
+    after_forward = len(events)
+    out.sum().backward()
+    return events[:after_forward], events[after_forward:], recorder
+
+
+def test_the_next_hop_is_on_its_way_before_anything_is_computed_on_this_one():
+    """5 tokens per rank, 2 key heads, 4 + 4 dims: a message of K and V in bf16 has 160 bytes."""
+    forward, _, _ = run(4, partial(events_of, rf.Full(), 20))[1]
+    assert forward == [
+        ("start", 160), ("forward", 1), ("wait", 160),
+        ("start", 160), ("forward", 0), ("wait", 160),
+        ("start", 160), ("forward", 3), ("wait", 160),
+        ("forward", 2),
+    ]  # fmt: skip
+
+
+def test_gradients_follow_their_keys_one_hop_behind_and_come_home():
+    """The sum of dK and dV, in fp32, is waited for only after this rank's share is computed."""
+    _, backward, _ = run(3, partial(events_of, rf.Full(), 15))[1]
+    keys, gradients = 160, 320
+    assert backward == [
+        ("start", keys), ("backward", 1), ("start", gradients), ("wait", keys),
+        ("start", keys), ("backward", 0), ("wait", gradients), ("start", gradients), ("wait", keys),
+        ("backward", 2), ("wait", gradients), ("start", gradients), ("wait", gradients),
+    ]  # fmt: skip
+
+
+def test_a_source_that_no_query_sees_is_passed_on_but_not_computed():
+    events = [forward for forward, _, _ in run(4, partial(events_of, rf.Causal(), 20))]
+    computed = [[source for what, source in forward if what == "forward"] for forward in events]
+    assert computed == [[0], [1, 0], [2, 1, 0], [3, 2, 1, 0]]
+    assert [len([e for e in forward if e[0] == "start"]) for forward in events] == [3, 3, 3, 3]
+
+
+def test_partial_results_and_travelling_gradients_stay_float32_for_bfloat16():
+    """R04: rounded once, at the end."""
+    *_, recorder = run(3, partial(events_of, rf.Full(), 15))[2]
+    partials, backwards = recorder.kept[:3], recorder.kept[3:]
+    assert partials[0] is None and len(backwards) == 3
+    assert all(p.out.dtype == p.lse.dtype == torch.float32 for p in partials[1:])
+    for kept in backwards:
+        added_into = [x for x in kept if isinstance(x, torch.Tensor) and x.shape == (1, 5, 2, 4)]
+        assert [x.dtype for x in added_into[-3:]] == [torch.float32] * 3
+
+
+@layouts
+@pytest.mark.parametrize("name", masks(24))
+@pytest.mark.parametrize("length", [24, 29])
+def test_each_rank_sends_the_bytes_of_its_plan_and_not_one_more(length, name, layout):
+    """Native key heads (2 of 6), K and V in one message, uneven shards, and no hop after the last one needed."""
+    problem = {"queries": length, "heads": (6, 2), "dim": 4, "value_dim": 3, "dtype": torch.float32}
+    mask = masks(length)[name]
+    for rank, (forward, backward) in enumerate(in_process(4, layout, messages_of, problem, mask)):
+        here = plan(mask, layout, length, rank, 4)
+        sizes = {"batch": 1, "key_heads": 2, "head_dim": 4, "value_dim": 3, "itemsize": 4}
+        assert sent_bytes(forward) == here.forward_bytes(**sizes)
+        assert sent_bytes(backward) == here.backward_bytes(**sizes)
+        starts = [len([what for what, _ in events if what == "start"]) for events in (forward, backward)]
+        assert starts == [here.hops, 2 * here.hops + (here.hops > 0)]
+
+
+@pytest.mark.parametrize(("left", "hops"), [(0, 0), (1, 1), (8, 1), (9, 2), (56, 7)])
+def test_a_window_stops_the_ring_after_the_last_source_it_reaches(left, hops):
+    problem = {"queries": 64, "dtype": torch.float32}
+    for forward, _ in in_process(8, rf.Contiguous(), messages_of, problem, rf.Window(left, 0)):
+        assert len([what for what, _ in forward if what == "start"]) == hops
+
+
+def test_documents_that_end_at_shard_borders_send_nothing():
+    mask = rf.Documents([8] * 8, causal=False)
+    for forward, backward in in_process(8, rf.Contiguous(), messages_of, {"queries": 64}, mask):
+        assert forward == backward == []
+
+
+def test_inputs_are_not_written_to():
+    def changed(ring):
+        q, k, v = (torch.randn(1, 6, 2, 4).requires_grad_() for _ in range(3))
+        before = [x.detach().clone() for x in (q, k, v)]
+        rf.attention(q, k, v, ring=ring).sum().backward()
+        return [not torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True)]
+
+    assert in_process(3, rf.Zigzag(), changed) == [[False] * 3] * 3

@@ -1,0 +1,49 @@
+"""The README's code runs as printed: alone, and unchanged under torchrun, with the same result."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def snippet(tmp_path_factory):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    path = tmp_path_factory.mktemp("readme") / "snippet.py"
+    path.write_text(code)
+    return path
+
+
+def run(*command):
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+
+
+def environment():
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_first_code_of_the_readme_is_short_and_runs_alone_and_on_two_processes(snippet):
+    lines = [line for line in snippet.read_text().splitlines() if line.strip()]
+    assert len(lines) <= 12
+    (alone,) = run(str(snippet))
+    two = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(snippet))
+    assert [line.split(":")[0] for line in [alone, *two]] == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
+    norms = {float(line.split()[-1]) for line in [alone, *two]}
+    assert max(norms) - min(norms) <= 1e-5 * max(norms)
+
+
+def test_the_readme_names_only_files_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / target).exists(), target

@@ -1,0 +1,150 @@
+"""Ranks that call with different shapes get the same error everywhere, instead of a hang or of wrong numbers (R50)."""
+
+import time
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.parallel.inprocess import run
+from tests.rings import Untouchable, in_process, on_workers
+
+PLAIN = {"batch": 1, "tokens": 8, "heads": (4, 2), "dim": 16, "value_dim": 16, "dtype": torch.float32}
+# What rank 1 does otherwise, and what every rank is then told.
+DIFFERENCES = {
+    "tokens": ({"tokens": 7}, "length differs among the ranks of the ring; rank 0: 16, rank 1: 14"),
+    "batch": ({"batch": 2}, "batch differs among the ranks of the ring; rank 0: 1, rank 1: 2"),
+    "query_heads": ({"heads": (8, 2)}, "query heads differs among the ranks of the ring; rank 0: 4, rank 1: 8"),
+    "key_heads": ({"heads": (4, 4)}, "key heads differs among the ranks of the ring; rank 0: 2, rank 1: 4"),
+    "dim": ({"dim": 32}, "head_dim differs among the ranks of the ring; rank 0: 16, rank 1: 32"),
+    "value_dim": ({"value_dim": 8}, "value_dim differs among the ranks of the ring; rank 0: 16, rank 1: 8"),
+    "dtype": (
+        {"dtype": torch.bfloat16},
+        "dtype differs among the ranks of the ring; rank 0: torch.float32, rank 1: torch.bfloat16",
+    ),
+}
+
+
+def tensors(batch, tokens, heads, dim, value_dim, dtype):
+    shapes = [(heads[0], dim), (heads[1], dim), (heads[1], value_dim)]
+    return [torch.zeros(batch, tokens, *shape, dtype=dtype) for shape in shapes]
+
+
+def refusal(ring, otherwise):
+    """The error of this rank when the last rank calls `otherwise`."""
+    start = time.monotonic()
+    shapes = PLAIN | otherwise if ring.rank == ring.ranks - 1 else PLAIN
+    try:
+        rf.attention(*tensors(**shapes), ring=ring)
+    except ValueError as error:
+        assert time.monotonic() - start < 10
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_every_rank_is_told_the_field_and_each_ranks_value(name):
+    otherwise, message = DIFFERENCES[name]
+    assert in_process(2, rf.Zigzag(), refusal, otherwise) == [f"attention: {message}"] * 2
+
+
+def refusals(ring):
+    return [refusal(ring, otherwise) for otherwise, _ in DIFFERENCES.values()]
+
+
+def test_every_process_is_told_the_field_and_each_ranks_value(workers):
+    expected = [f"attention: {message}" for _, message in DIFFERENCES.values()]
+    assert on_workers(workers, 2, rf.Zigzag(), refusals) == [expected] * 2
+
+
+def test_all_ranks_are_listed_not_only_those_that_differ():
+    message = "attention: batch differs among the ranks of the ring; rank 0: 1, rank 1: 1, rank 2: 1, rank 3: 5"
+    assert in_process(4, rf.Zigzag(), refusal, {"batch": 5}) == [message] * 4
+
+
+def test_layouts_that_differ_are_refused():
+    def step(member):
+        layout = rf.Striped() if member.rank else rf.Contiguous()
+        try:
+            rf.attention(*tensors(**PLAIN), ring=rf.Ring(layout=layout, transport=member))
+        except ValueError as error:
+            return str(error)
+
+    message = "attention: layout differs among the ranks of the ring; rank 0: Contiguous(), rank 1: Striped()"
+    assert run(2, step) == [message] * 2
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "message"),
+    [
+        ({"x": torch.zeros(1, 3)}, "length differs among the ranks of the ring; rank 0: 4, rank 1: 6"),
+        (
+            {"x": torch.zeros(3, 2)},
+            r"shape without dim differs among the ranks of the ring; rank 0: (1,), rank 1: (3,)",
+        ),
+        (
+            {"x": torch.zeros(1, 2).int()},
+            "dtype differs among the ranks of the ring; rank 0: torch.float32, rank 1: torch.int32",
+        ),
+        ({"x": torch.zeros(2, 1), "dim": 0}, "dim differs among the ranks of the ring; rank 0: 1, rank 1: 0"),
+    ],
+)
+def test_gather_tells_every_rank_as_well(otherwise, message):
+    def step(ring):
+        arguments = {"x": torch.zeros(1, 2)} | (otherwise if ring.rank == 1 else {})
+        try:
+            ring.gather(**arguments)
+        except ValueError as error:
+            return str(error)
+
+    assert in_process(2, rf.Zigzag(), step) == [f"gather: {message}"] * 2
+
+
+def exchanges(ring, calls):
+    """How many checks were exchanged after each of `calls`, which change what PLAIN says."""
+    original, count = ring.transport.all_gather_object, []
+    ring.transport.all_gather_object = lambda value: count.append(None) or original(value)
+    counts = []
+    for call in calls:
+        rf.attention(*tensors(**(PLAIN | call)), ring=ring)
+        counts.append(len(count))
+    return counts
+
+
+def test_shapes_are_compared_once_each():
+    calls = [{}, {}, {"batch": 2}, {}, {"batch": 2}, {"dtype": torch.float64}]
+    assert in_process(2, rf.Zigzag(), exchanges, calls) == [[1, 1, 2, 2, 2, 3]] * 2
+
+
+def test_a_refused_call_is_compared_again():
+    """What was refused is not remembered as agreed."""
+
+    def twice(ring):
+        return refusal(ring, {"batch": 2}), refusal(ring, {"batch": 2})
+
+    message = "attention: batch differs among the ranks of the ring; rank 0: 1, rank 1: 2"
+    assert in_process(2, rf.Zigzag(), twice) == [(message, message)] * 2
+
+
+def test_the_check_can_be_turned_off():
+    def step(member):
+        return exchanges(rf.Ring(transport=member, check=False), [{}, {"batch": 2}])
+
+    assert run(2, step) == [[0, 0]] * 2
+
+
+def test_a_mask_may_change_from_call_to_call_without_another_exchange():
+    def step(ring):
+        counts = exchanges(ring, [{}])
+        for mask in (rf.Causal(), rf.Documents([9, 7], causal=True), rf.Documents([3, 13], causal=True)):
+            rf.attention(*tensors(**PLAIN), ring=ring, mask=mask)
+        return counts + exchanges(ring, [{}])
+
+    assert in_process(2, rf.Zigzag(), step) == [[1, 0]] * 2
+
+
+def test_what_a_rank_can_see_alone_is_refused_before_any_exchange():
+    ring = rf.Ring(transport=Untouchable())
+    q, k, v = tensors(**PLAIN)
+    with pytest.raises(ValueError, match="q has head dim 16 and k has 8"):
+        rf.attention(q, k[..., :8], v, ring=ring)
