@@ -169,6 +169,10 @@ def requirements(extras: tuple[str, ...]) -> list[Requirement]:
     return [r for r in map(Requirement.parse, texts) if r.applies]
 
 
+def torch_requirement() -> Requirement:
+    return next(r for r in requirements(()) if r.name == "torch")
+
+
 def missing_here(needed: list[Requirement]) -> list[str]:
     return [r.text for r in needed if not r.is_met]
 
@@ -223,7 +227,9 @@ def set_up(needed: list[Requirement]) -> None:
     """
     started = time.monotonic()
     if ENV.exists() and not is_sound():
-        remove()
+        remove("an earlier set-up did not finish; starting again")
+    elif MADE_HERE.exists() and torch_requirement().is_met and missing_in_env([torch_requirement()]):
+        remove(".venv has no torch and this Python has one; starting again around it")
     if not ENV.exists():
         create()
     if missing_in_env(needed):
@@ -241,13 +247,13 @@ def is_sound() -> bool:
     return subprocess.run([str(ENV_PYTHON), "-c", ""], capture_output=True).returncode == 0
 
 
-def remove() -> None:
+def remove(why: str) -> None:
     """Start again from nothing. pip cannot tell a half-copied package from a whole one."""
     if not MADE_HERE.exists() and any(ENV.iterdir()):
         fail(f"the Python of {ENV} does not start, or an installation was cut off. dev.py did not make it: remove it")
     if Path(sys.prefix).resolve() == ENV.resolve():
         fail(f"the set-up of {ENV} was cut off; run this with the Python outside of it, which makes it afresh")
-    say("an earlier set-up did not finish; starting again")
+    say(why)
     shutil.rmtree(ENV)
 
 
@@ -261,7 +267,7 @@ def create() -> None:
         )
     ENV.mkdir()
     MADE_HERE.write_text("dev.py made this environment and may remove it.\n", encoding="utf-8")
-    borrows_torch = any(r.name == "torch" and r.is_met for r in requirements(()))
+    borrows_torch = torch_requirement().is_met
     in_a_venv = sys.prefix != sys.base_prefix
     flags = ["--system-site-packages"] if borrows_torch and not in_a_venv else []
     title = "making .venv" + (" around the torch that is here" if borrows_torch else "")
@@ -282,7 +288,7 @@ def borrowed_folders() -> list[str]:
 
 def install_torch() -> None:
     """Install torch where there is none. One that is there stays, whatever it was built for."""
-    torch = next(r for r in requirements(()) if r.name == "torch")
+    torch = torch_requirement()
     if not missing_in_env([torch]):
         return
     if has_nvidia_gpu():

@@ -211,7 +211,7 @@ def test_a_set_up_that_was_cut_off_is_found_and_removed(env, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             dev.logged("installing", sys.executable)
     assert not dev.is_sound()
-    dev.remove()
+    dev.remove("why")
     assert not env.exists()
 
 
@@ -222,11 +222,25 @@ def test_a_step_that_failed_leaves_nothing_to_clean_up(env):
     assert "no such package" in dev.log_tail()
 
 
+def test_a_torch_that_turns_up_later_is_borrowed(env, machine, monkeypatch):
+    """As after an error that said: install the torch you want, then run this again."""
+    machine()
+    made = []
+    monkeypatch.setattr(dev, "create", lambda: (made.append(env.exists()), env.mkdir()))
+    monkeypatch.setattr(dev, "is_sound", lambda: True)
+    monkeypatch.setattr(dev.Requirement, "is_met", property(lambda self: self.name == "torch"))
+    monkeypatch.setattr(dev, "missing_in_env", lambda needed: [] if made else [r.text for r in needed])
+    env.mkdir()
+    dev.MADE_HERE.touch()
+    dev.set_up([dev.torch_requirement()])
+    assert made == [False]
+
+
 def test_an_environment_that_somebody_else_made_is_never_removed(env):
     env.mkdir()
     (env / "theirs").touch()
     with pytest.raises(SystemExit, match=r"dev\.py did not make it"):
-        dev.remove()
+        dev.remove("why")
     assert (env / "theirs").exists()
 
 

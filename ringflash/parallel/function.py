@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ringflash.kernels.backend import Backend, Rows, Score
 from ringflash.kernels.partial import Partial, accumulate_dtype, delta
@@ -78,17 +77,37 @@ class RingAttentionFunction(torch.autograd.Function):
         return out, partial.lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
-        dout = torch.zeros_like(out) if dout is None else _last_stride_one(dout)
-        gradients = backward_pass(q, k, v, out, lse, dout, dlse, ctx.work)
-        rounded = (
-            gradient.to(x.dtype) if needed else None
-            for gradient, x, needed in zip(gradients, (q, k, v), ctx.needs_input_grad, strict=False)
-        )
+        with torch.no_grad():
+            # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
+            dense_dout = torch.zeros_like(out) if dout is None else _last_stride_one(dout)
+            gradients = backward_pass(q, k, v, out, lse, dense_dout, dlse, ctx.work)
+            rounded = [
+                gradient.to(x.dtype) if needed else None
+                for gradient, x, needed in zip(gradients, (q, k, v), ctx.needs_input_grad, strict=False)
+            ]
+        if torch.is_grad_enabled():  # create_graph=True
+            rounded = [None if x is None else _DifferentiatedOnce.apply(x, q, k, v, dout, dlse) for x in rounded]
         return (*rounded, None)
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """A gradient that is an error to differentiate again.
+
+    torch's once_differentiable raises only where the incoming gradient requires grad: under a plain sum of the outputs
+    it would let a gradient penalty count for nothing, in silence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *depends_on: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError(
+            "attention: its gradients cannot be differentiated again; call it without create_graph"
+        )
 
 
 def _last_stride_one(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
 from ringflash.kernels.triton.forward import forward_kernel
-from ringflash.kernels.triton.tuning import Tiles, forward_tiles, key_gradient_tiles, padded, query_gradient_tiles
+from ringflash.kernels.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, Tiles, padded, tiles
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP32_POINTERS = ("out_ptr", "lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
@@ -53,22 +53,22 @@ class Usage:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    tensor_memory_columns: int  # Blackwell's; a kernel that wants more than there are is compiled to a trap
 
 
 def variants(capability: int) -> Iterator[Variant]:
     for dtype in (torch.bfloat16, torch.float32):
         for D in (64, 128, 256):
-            forward = forward_tiles(D, dtype, capability)
-            key = key_gradient_tiles(D, dtype, capability)
+            forward, key, query = (tiles(t, D, dtype, capability) for t in (FORWARD, KEY_GRADIENT, QUERY_GRADIENT))
             yield Variant(forward_kernel, D, dtype, capability, forward, ("INTO", True))
             yield Variant(key_gradient_kernel, D, dtype, capability, key, ("ADD_DQ", True))
-            yield Variant(query_gradient_kernel, D, dtype, capability, query_gradient_tiles(D, dtype, capability), None)
+            yield Variant(query_gradient_kernel, D, dtype, capability, query, None)
             if dtype == torch.bfloat16:
                 yield Variant(forward_kernel, D, dtype, capability, forward, ("INTO", False))
                 yield Variant(key_gradient_kernel, D, dtype, capability, key, ("ADD_DQ", False))
     # fp16 compiles like bf16, and a head dim that is padded like the next power of two: one of each together.
     half = torch.float16
-    yield Variant(forward_kernel, 96, half, capability, forward_tiles(96, half, capability), ("INTO", True))
+    yield Variant(forward_kernel, 96, half, capability, tiles(FORWARD, 96, half, capability), ("INTO", True))
 
 
 def compile_variant(variant: Variant) -> Usage:
@@ -101,7 +101,9 @@ def compile_variant(variant: Variant) -> Usage:
         options={"num_warps": variant.tiles.num_warps, "num_stages": variant.tiles.num_stages},
     )
     registers, stack = _resources(compiled.asm["cubin"])
-    return Usage(variant.name, registers, stack, compiled.metadata.shared)
+    return Usage(
+        variant.name, registers, stack, compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0
+    )
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -111,10 +113,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout)
-    if found is None:
+    found = re.findall(r"REG:(\d+) STACK:(\d+)", text.stdout)
+    if not found:
         raise RuntimeError(f"cuobjdump printed no resource usage: {text.stdout[:500]}")
-    return int(found.group(1)), int(found.group(2))
+    # A kernel may come in several parts; the largest counts.
+    return max(int(registers) for registers, _ in found), max(int(stack) for _, stack in found)
 
 
 if __name__ == "__main__":

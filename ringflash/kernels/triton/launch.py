@@ -15,11 +15,12 @@ from ringflash.kernels.partial import Partial
 from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
 from ringflash.kernels.triton.forward import forward_kernel
 from ringflash.kernels.triton.tuning import (
+    FORWARD,
+    KEY_GRADIENT,
+    QUERY_GRADIENT,
     Tiles,
-    forward_tiles,
-    key_gradient_tiles,
     padded,
-    query_gradient_tiles,
+    tiles,
     two_passes_are_faster,
 )
 from ringflash.schedule.tiles import Bounds
@@ -54,12 +55,12 @@ class Triton(Backend):
             return Partial.empty(q, Dv) if into is None else into
         partial = Partial.unset(q, Dv) if into is None else into
         assert _is_laid_out(partial.lse), "row statistics lie as row_statistic() makes them"
-        tiles = forward_tiles(max(D, Dv), q.dtype, _capability(q))
+        block = tiles(FORWARD, max(D, Dv), q.dtype, _capability(q))
         lo, hi = bounds.to(q.device)
         with _on(q):
-            forward_kernel[(triton.cdiv(Sq, tiles.block_q), Hq, B)](
+            forward_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                 q, k, v, lo, hi, partial.out, partial.lse, *_strides(q, k, v), _batch_stride(lo), Sq, Hq, Hq // Hk,
-                score.factor, INTO=into is not None, **_constants(q, v, tiles),
+                score.factor, INTO=into is not None, **_constants(q, v, block),
             )  # fmt: skip
         return partial
 
@@ -81,37 +82,37 @@ class Triton(Backend):
         if bounds.is_empty:
             return
         dim, capability = max(D, Dv), _capability(q)
-        tiles = key_gradient_tiles(dim, q.dtype, capability)
+        block = tiles(KEY_GRADIENT, dim, q.dtype, capability)
         lo, hi = bounds.transposed.to(q.device)
         two_passes = deterministic or two_passes_are_faster(dim, q.dtype, capability)
         strides = _strides(q, k, v, rows.dout)
         assert _is_laid_out(rows.lse) and _is_laid_out(rows.delta), "row statistics lie as row_statistic() makes them"
         with _on(q):
-            key_gradient_kernel[(triton.cdiv(Sk, tiles.block_k), Hk, B)](
+            key_gradient_kernel[(triton.cdiv(Sk, block.block_k), Hk, B)](
                 q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, dk, dv, *strides, _batch_stride(lo), Sq, Sk, Hq, Hk,
-                score.factor, ADD_DQ=not two_passes, **_constants(q, v, tiles),
+                score.factor, ADD_DQ=not two_passes, **_constants(q, v, block),
             )  # fmt: skip
             if two_passes:
-                tiles = query_gradient_tiles(dim, q.dtype, capability)
+                block = tiles(QUERY_GRADIENT, dim, q.dtype, capability)
                 lo, hi = bounds.to(q.device)
-                query_gradient_kernel[(triton.cdiv(Sq, tiles.block_q), Hq, B)](
+                query_gradient_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                     q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *strides, _batch_stride(lo), Sq, Hq, Hq // Hk,
-                    score.factor, **_constants(q, v, tiles),
+                    score.factor, **_constants(q, v, block),
                 )  # fmt: skip
 
 
-def _constants(q: Tensor, v: Tensor, tiles: Tiles) -> dict[str, Any]:
+def _constants(q: Tensor, v: Tensor, block: Tiles) -> dict[str, Any]:
     D, Dv = q.shape[-1], v.shape[-1]
     return {
         "HEAD_DIM": D,
         "VALUE_DIM": Dv,
-        "BLOCK_Q": tiles.block_q,
-        "BLOCK_K": tiles.block_k,
+        "BLOCK_Q": block.block_q,
+        "BLOCK_K": block.block_k,
         "BLOCK_D": padded(D),
         "BLOCK_DV": padded(Dv),
         "PRECISION": _precision(q),
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
+        "num_warps": block.num_warps,
+        "num_stages": block.num_stages,
     }
 
 

@@ -1,10 +1,13 @@
-"""Tile sizes of the Triton kernels: one frozen value per kernel, and one function from the call to it."""
+"""Tile sizes of the Triton kernels: a table per kernel, and one function from the call to its entry."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Generation = Literal["hopper", "blackwell", "other"]
 
 
 @dataclass(frozen=True)
@@ -29,48 +32,62 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# Figures beside the tiles are TFLOP/s, causal / full, of bf16 with 16384 tokens in two sequences on one H200: see
-# benchmarks/results/triton_tiles_h200_2026-11-30.md. Those for other devices were chosen without one: by what compiles
-# with few spills and fits into 99 KiB of shared memory, the least that any of them has.
+def generation(capability: int) -> Generation:
+    """capability: compute capability times ten. Consumer Blackwell, 120, has the tensor cores and memory of "other"."""
+    return "hopper" if 90 <= capability < 100 else "blackwell" if 100 <= capability < 120 else "other"
 
 
-def is_datacentre_hopper_or_later(capability: int) -> bool:
-    """Hopper and data-centre Blackwell: 227 KiB of shared memory. 120 is consumer Blackwell, which has 99 again."""
-    return 90 <= capability < 120
+# Each table: generation or dtype -> padded head dim, rounded up to a listed one -> tiles.
+#
+# Hopper was measured on one H200: TFLOP/s beside the entries are causal / full, bf16, two sequences of 8192 tokens
+# (benchmarks/results/triton_tiles_h200_2026-11-30.md). The others were chosen without a device, by what compiles with few
+# spills. "other" fits 99 KiB of shared memory, the least that any of them has. "blackwell" must leave room in 512 columns
+# of tensor memory: dk, dv and dq at d256 would fill them, so its tiles are too small for that unit and use the older one.
+Table = dict[str, dict[int, Tiles]]
+
+FORWARD: Table = {
+    # 128 rows on 8 warps: 331 / 422 at d128. 64 keys: 298 / 322 at d256.
+    "hopper": {
+        64: Tiles(64, 64, 4, 3),  # 330 / 411
+        128: Tiles(64, 64, 4, 3),  # 395 / 425
+        256: Tiles(128, 32, 8, 3),  # 359 / 385
+    },
+    "blackwell": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 8, 2)},
+    "other": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 2)},
+    # Six bf16 products per fp32 one keep all operands in pieces: small tiles, on every generation.
+    "fp32": {128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
+}
+
+# The column-parallel kernel: a program keeps block_k keys and steps over block_q rows.
+KEY_GRADIENT: Table = {
+    "hopper": {
+        64: Tiles(64, 128, 8, 3),  # 245 / 269; two stages 250 / 242
+        128: Tiles(64, 128, 8, 2),  # 240 / 258; 64 keys 175 / 170
+        256: Tiles(64, 64, 8, 1),  # 149 / 147; 32 rows 139 / 115
+    },
+    "blackwell": {64: Tiles(64, 128, 8, 1), 128: Tiles(32, 128, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "other": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
+    "fp32": {64: Tiles(32, 32, 4, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
+}
+
+# The second of two passes: a program keeps block_q rows and steps over block_k keys.
+QUERY_GRADIENT: Table = {
+    # Both passes together, ms causal / full: 128 rows and 64 keys 9.2 / 18 at d64, 8.3 / 15 at d128, 12 / 26 at d256.
+    "hopper": {
+        64: Tiles(64, 64, 4, 2),  # 6.0 / 11
+        128: Tiles(64, 64, 4, 2),  # 4.7 / 9.3
+        256: Tiles(128, 32, 8, 2),  # 9.3 / 20
+    },
+    "blackwell": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
+    "other": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 8, 1)},
+    "fp32": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
+}
 
 
-def forward_tiles(head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """capability: compute capability times ten (80, 90, 100); head_dim: the larger of the two."""
-    D = padded(head_dim)
-    if dtype == torch.float32:
-        # Six bf16 products per fp32 one keep all operands in pieces: small tiles.
-        return Tiles(64, 32, 4, 2) if D <= 128 else Tiles(32, 32, 4, 1)
-    if is_datacentre_hopper_or_later(capability):
-        # d256 359 / 385 (64 keys 298 / 322); d128 395 / 425 (128 rows on 8 warps 331 / 422); d64 330 / 411.
-        return Tiles(128, 32, 8, 3) if D == 256 else Tiles(64, 64, 4, 3)
-    return Tiles(64, 32, 8, 2) if D == 256 else Tiles(64, 64, 4, 2)
-
-
-def key_gradient_tiles(head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """Tiles of the column-parallel kernel: a program keeps block_k keys and steps over block_q rows."""
-    D = padded(head_dim)
-    if dtype == torch.float32:
-        return {256: Tiles(16, 16, 4, 1), 128: Tiles(16, 32, 4, 1)}.get(D, Tiles(32, 32, 4, 1))
-    if is_datacentre_hopper_or_later(capability):
-        # d256 149 / 147 (32 rows 139 / 115); d128 240 / 258 (64 keys 175 / 170); d64 245 / 269 (2 stages 250 / 242).
-        return {256: Tiles(64, 64, 8, 1), 128: Tiles(64, 128, 8, 2)}.get(D, Tiles(64, 128, 8, 3))
-    return {256: Tiles(16, 64, 8, 1), 128: Tiles(32, 64, 8, 2)}.get(D, Tiles(32, 128, 8, 2))
-
-
-def query_gradient_tiles(head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """Tiles of the second of two passes: a program keeps block_q rows and steps over block_k keys."""
-    D = padded(head_dim)
-    if dtype == torch.float32:
-        return {256: Tiles(16, 16, 4, 1), 128: Tiles(32, 16, 4, 1)}.get(D, Tiles(32, 32, 4, 1))
-    if is_datacentre_hopper_or_later(capability):
-        # Both passes, ms causal / full: d256 9.3 / 20 (64 keys 12 / 26); d128 4.7 / 9.3 (128 rows 8.3 / 15); d64 6.0 / 11.
-        return Tiles(128, 32, 8, 2) if D == 256 else Tiles(64, 64, 4, 2)
-    return {256: Tiles(64, 16, 8, 1), 128: Tiles(64, 32, 4, 2)}.get(D, Tiles(64, 64, 4, 2))
+def tiles(table: Table, head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
+    """The entry for a call; head_dim is the larger of q's and v's, at most 256."""
+    entries = table["fp32" if dtype == torch.float32 else generation(capability)]
+    return entries[min(dim for dim in entries if dim >= padded(head_dim))]
 
 
 def two_passes_are_faster(head_dim: int, dtype: torch.dtype, capability: int) -> bool:
@@ -79,4 +96,4 @@ def two_passes_are_faster(head_dim: int, dtype: torch.dtype, capability: int) ->
     Seven products instead of five, but no registers for dq: on an H200 5.6 -> 4.7 ms at d128 causal, 10.1 -> 9.3 at d256,
     5.5 -> 6.0 at d64. In fp32 the products weigh six times as much.
     """
-    return padded(head_dim) >= 128 and dtype != torch.float32 and is_datacentre_hopper_or_later(capability)
+    return padded(head_dim) >= 128 and dtype != torch.float32 and generation(capability) == "hopper"
