@@ -55,7 +55,7 @@ FORWARD: Table = {
     "blackwell": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 8, 2)},
     "other": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 2)},
     # Six bf16 products per fp32 one keep all operands in pieces: small tiles, on every generation.
-    "fp32": {128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
+    "fp32": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
 }
 
 # The column-parallel kernel: a program keeps block_k keys and steps over block_q rows.
