@@ -397,8 +397,10 @@ def become(command: list[str], **changes: str) -> NoReturn:
 
 def train(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="dev.py train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--processes", type=int, choices=range(1, 1025), metavar="N")
+    parser.add_argument("--processes", type=int)
     options, flags = parser.parse_known_args(arguments)
+    if options.processes is not None and options.processes < 1:
+        fail(f"train: --processes {options.processes}; must be at least 1, or left out")
     python = python_for("train")
     example = "examples/train_long_context.py"
     if {"-h", "--help"} & set(flags):

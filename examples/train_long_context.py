@@ -19,7 +19,6 @@ Exit status: 0; 1 if the compared losses differ by more than rounding; 2 if the 
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -81,9 +80,6 @@ def prepare(flags: argparse.Namespace, team: Processes) -> Run:
         layers=recipe.layers,
         heads=recipe.heads,
         kv_heads=recipe.kv_heads,
-        # The slowest pair of channels turns once along the sequence. For 65,536 tokens that is the usual 10,000; for
-        # 2,048 it is 326, and learns faster: more channels tell neighbours apart.
-        rotary_base=recipe.seq_len / (2 * math.pi),
         compute_dtype=DTYPES[recipe.dtype],
         backend=flags.backend,
         activation_checkpointing=flags.activation_checkpointing,

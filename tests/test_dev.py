@@ -256,6 +256,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(dev, "become", become)
     monkeypatch.setattr(dev, "python_for", lambda command: "python")
     monkeypatch.setattr(dev, "cores", lambda: 8)
+    monkeypatch.setattr(dev, "gpu_count", lambda python: 0)
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -274,6 +275,11 @@ def launched(monkeypatch):
 )
 def test_training_takes_every_gpu_or_two_processes_unless_told(launched, arguments, gpus, processes):
     assert f"--nproc-per-node={processes}" in launched(*arguments, gpus=gpus)["command"]
+
+
+def test_training_on_no_process_is_refused(launched):
+    with pytest.raises(SystemExit, match="--processes 0; must be at least 1"):
+        dev.train(["--processes", "0"])
 
 
 def test_training_flags_reach_the_example_in_their_order(launched):

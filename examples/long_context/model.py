@@ -23,7 +23,6 @@ class ModelConfig:
     layers: int
     heads: int
     kv_heads: int
-    rotary_base: float = 10_000.0
     compute_dtype: torch.dtype = torch.float32
     backend: str | None = None
     activation_checkpointing: bool = False
@@ -75,7 +74,7 @@ class RMSNorm(nn.Module):
         return (x_fp32 * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
-def rotary_angles(positions: Tensor, head_dim: int, *, base: float) -> Tensor:
+def rotary_angles(positions: Tensor, head_dim: int, *, base: float = 10_000.0) -> Tensor:
     """Angles by which each pair of channels is turned.
 
         angle[s, i] = positions[s] * base ** (-2 i / head_dim)
@@ -187,7 +186,7 @@ class Transformer(nn.Module):
         """
         x = self.embedding(tokens).to(self.config.compute_dtype)
         # Once for all blocks. The angles stay fp32: position 60,000 has no exact bf16 value.
-        angles = rotary_angles(positions, self.config.head_dim, base=self.config.rotary_base)
+        angles = rotary_angles(positions, self.config.head_dim)
         for block in self.blocks:
             x = block(x, angles, mask)
         return self.to_logits(self.norm(x))

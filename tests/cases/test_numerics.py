@@ -13,10 +13,11 @@ from ringflash.testing.sharded import attend_sharded, draw
 from tests.rings import LAYOUTS, attend, in_process, name_of, on_workers, probe
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 GRADIENTS = ["out", "dq", "dk", "dv"]
 
 
-def with_logits(of_rank, layout, length=12, dtype=torch.float32):
+def with_logits(of_rank, layout, dtype, length=12):
     """Inputs whose scores against the keys of a rank are about of_rank[rank]."""
     inputs = draw(queries=length, heads=(1, 1), dim=16, dtype=dtype)
     inputs["q"] = torch.ones_like(inputs["q"])
@@ -27,12 +28,17 @@ def with_logits(of_rank, layout, length=12, dtype=torch.float32):
 
 
 @layouts
-@pytest.mark.parametrize("logits", [(0, 200), (200, 0), (0, 89), (-1e4, 1e4), (5, 5)], ids=str)
-def test_R01_ranks_whose_scores_are_far_apart_merge_to_finite_numbers(logits, layout):
-    inputs = with_logits(logits, layout)
+@pytest.mark.parametrize(
+    ("logits", "dtype"),
+    [((0, 200), F32), ((200, 0), F32), ((0, 89), F32), ((5, 5), F32), ((-1e4, 1e4), F64), ((1e4, -1e4), F64)],
+    ids=name_of,
+)
+def test_R01_ranks_whose_scores_are_far_apart_merge_to_finite_numbers(logits, dtype, layout):
+    """At 1e4 in fp64: there a score in fp32 is only known to a thousandth."""
+    inputs = with_logits(logits, layout, dtype)
     expected = dense_gradients(**inputs, mask=rf.Full())
     for results in in_process(2, layout, partial(attend_sharded, **inputs)):
-        assert_all_close(results, expected, torch.float32)
+        assert_all_close(results, expected, dtype)
         assert all(x.isfinite().all() for x in results.values())
         if abs(logits[0] - logits[1]) >= 200:
             negligible = layout.positions(12, 0 if logits[0] < logits[1] else 1, 2)
@@ -46,16 +52,16 @@ def test_R02_ranks_without_a_visible_key_add_nothing_wherever_they_come(rank_wit
     lengths[rank_with_keys] = 4
     before = 4 * rank_with_keys
     lonely = rf.Documents([1] * before + [4] + [1] * (8 - before), causal=False)
-    inputs = draw(queries=12, heads=(2, 1), dtype=torch.float32)
+    inputs = draw(queries=12, heads=(2, 1), dtype=F32)
     expected = dense_gradients(**inputs, mask=lonely)
     for results in in_process(3, rf.Contiguous(), partial(attend_sharded, **inputs, mask=lonely)):
-        assert_all_close(results, expected, torch.float32)
+        assert_all_close(results, expected, F32)
 
 
 @layouts
 def test_R02_rows_that_see_nothing_on_any_rank_are_zero_with_zero_gradients(layout):
     mask = rf.Documents([], causal=True, padding=12)
-    inputs = draw(queries=12, heads=(2, 1), dtype=torch.float32)
+    inputs = draw(queries=12, heads=(2, 1), dtype=F32)
     for results in in_process(3, layout, partial(attend_sharded, **inputs, mask=mask)):
         assert (results.pop("lse") == -torch.inf).all()
         assert all((x == 0).all() for x in results.values())
@@ -68,27 +74,27 @@ def test_R03_rows_before_the_first_key_are_zero_with_zero_gradients(layout):
     inputs = {"q": zeros, "k": zeros[:, :4], "v": v, "dout": torch.full((1, 6, 1, 1), 1e3)}
     expected = dense_gradients(**inputs, mask=rf.Causal())
     for results in in_process(2, layout, partial(attend_sharded, **inputs, mask=rf.Causal())):
-        assert_close(results["out"].flatten(), torch.tensor([0, 0, 1, 1.5, 2, 2.5]), torch.float32)
-        assert_close(results["lse"].exp().flatten(), torch.tensor([0.0, 0, 1, 2, 3, 4]), torch.float32)
+        assert_close(results["out"].flatten(), torch.tensor([0, 0, 1, 1.5, 2, 2.5]), F32)
+        assert_close(results["lse"].exp().flatten(), torch.tensor([0.0, 0, 1, 2, 3, 4]), F32)
         assert (results["dq"][:, :2] == 0).all()
-        assert_all_close(results, expected, torch.float32)
+        assert_all_close(results, expected, F32)
 
 
-def torch_in_bf16(inputs):
+def by_torch(inputs, *, is_causal):
     """Out and gradients of torch's own attention in the inputs' type."""
     q, k, v = (inputs[name].transpose(1, 2).detach().requires_grad_() for name in ("q", "k", "v"))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     gradients = torch.autograd.grad(out, (q, k, v), inputs["dout"].transpose(1, 2))
     return dict(zip(GRADIENTS, (x.detach().transpose(1, 2) for x in (out, *gradients)), strict=True))
 
 
 @pytest.mark.parametrize("peaky", [1.0, 8.0])
 def test_R04_the_error_of_bfloat16_does_not_grow_with_the_ring(peaky):
-    inputs = draw(queries=1024, heads=(4, 4), dim=64, dtype=torch.bfloat16)
+    inputs = draw(queries=1024, heads=(4, 4), dim=64, dtype=BF16)
     inputs["q"] = inputs["q"] * peaky
     inputs["dlse"] = None
     expected = dense_gradients(**inputs, mask=rf.Causal())
-    torchs = torch_in_bf16(inputs)
+    torchs = by_torch(inputs, is_causal=True)
     errors = {}
     for ranks in (1, 2, 4, 8):
         results = in_process(ranks, rf.Zigzag(), partial(attend_sharded, **inputs, mask=rf.Causal()))
@@ -99,42 +105,46 @@ def test_R04_the_error_of_bfloat16_does_not_grow_with_the_ring(peaky):
             assert errors[ranks][name] <= 1.25 * errors[1][name], (name, ranks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
 def test_R06_one_query_and_one_key_give_the_value_itself(dtype):
+    """dq and dk are the difference of two equal sums; in fp32 these are rounded each in its own order."""
     q, k, v = (3 * draw(queries=1, heads=(1, 1), dim=16, dtype=dtype)[name] for name in ("q", "k", "v"))
     results = attend_sharded(None, q, k, v, torch.ones_like(v))
     assert torch.equal(results["out"], v)
-    assert_close(results["lse"][0], (q.double() * k.double()).sum(-1)[0] / 4, torch.float32)
-    assert (results["dq"] == 0).all() and (results["dk"] == 0).all()
+    assert_close(results["lse"][0], (q.double() * k.double()).sum(-1)[0] / 4, F32)
+    nothing = 0 if dtype != F32 else 16 * torch.finfo(F32).eps
+    assert results["dq"].abs().max() <= nothing and results["dk"].abs().max() <= nothing
     assert torch.equal(results["dv"], torch.ones_like(v))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
 @pytest.mark.parametrize("mask", [rf.Full(), rf.Causal()], ids=name_of)
 @layouts
-def test_R06_one_token_per_rank_is_exact(layout, mask, dtype):
-    inputs = {name: (3 * x).to(dtype) for name, x in draw(queries=2, heads=(1, 1), dim=16).items()}
+def test_R06_one_token_per_rank_is_as_exact_as_torch(layout, mask, dtype):
+    inputs = {name: (3 * x).to(dtype) for name, x in draw(queries=2, batch=64, heads=(1, 1), dim=16).items()}
     inputs |= {"dout": torch.ones_like(inputs["dout"]), "dlse": None}
     expected = dense_gradients(**inputs, mask=mask)
+    torchs = by_torch(inputs, is_causal=mask == rf.Causal())
     for results in in_process(2, layout, partial(attend_sharded, **inputs, mask=mask)):
+        assert_close(results["lse"], expected["lse"], F32)
         if mask == rf.Causal():
             assert torch.equal(results["out"][:, 0], inputs["v"][:, 0])
-        for name, x in results.items():
-            assert x.isfinite().all()
-            # One rounding to the output's type, and no more; sums are fp32.
-            half_step = torch.finfo(x.dtype).eps / 2 + 2e-5
-            assert (x.double() - expected[name]).abs().max() <= half_step * expected[name].abs().max().clamp_min(1), name
+        for name in GRADIENTS:
+            assert results[name].isfinite().all()
+            assert (
+                relative_error(results[name], expected[name]) <= 2 * relative_error(torchs[name], expected[name]) + 1e-6
+            )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_R07_a_key_that_dominates_by_thousands_wins_from_another_rank(ranks, dtype):
     """Logits reach 8e4. The dominating key is the last one, of the last rank."""
-    inputs = draw(queries=16, heads=(1, 1), dim=64, dtype=torch.float32)
+    inputs = draw(queries=16, heads=(1, 1), dim=64, dtype=F32)
     signs = inputs["q"][:, :1].sign()
     q = 100 * signs.expand(1, 16, 1, 64)
     k = torch.cat([100 * inputs["k"][:, :15].sign(), 100 * signs], dim=1)
-    scores = (q.double() @ k.double().transpose(-1, -2)).squeeze() if False else torch.einsum("bqhd,bkhd->qk", q, k) / 8
+    scores = torch.einsum("bqhd,bkhd->qk", q, k) / 8
     assert (scores[:, -1:] - scores[:, :-1] > 1e3).all() and scores[0, -1] == 8e4
     inputs = {"q": q.to(dtype), "k": k.to(dtype), "v": inputs["v"].to(dtype), "dout": inputs["dout"].to(dtype)}
     for results in in_process(ranks, rf.Contiguous(), partial(attend_sharded, **inputs)):
@@ -147,21 +157,24 @@ def test_R07_a_key_that_dominates_by_thousands_wins_from_another_rank(ranks, dty
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("mask", [rf.Full(), rf.Causal()], ids=name_of)
 def test_R08_weights_add_up_to_one(mask, ranks):
-    inputs = draw(queries=50, heads=(4, 2), dim=16, dtype=torch.float32)
+    inputs = draw(queries=50, heads=(4, 2), dim=16, dtype=F32)
     inputs["v"] = torch.ones_like(inputs["v"])
     for results in in_process(ranks, rf.Zigzag(), partial(attend_sharded, **inputs, mask=mask)):
         assert (results["out"] - 1).abs().max() <= 1e-6
 
 
-@layouts
-@pytest.mark.parametrize("mask", [rf.Full(), rf.Causal()], ids=name_of)
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [(rf.Full(), rf.Contiguous()), (rf.Causal(), rf.Zigzag()), (rf.Causal(), rf.Striped())],
+    ids=name_of,
+)
 def test_R08_lse_counts_65536_keys_and_out_is_their_mean(mask, layout):
     """512 queries at the end of 65,536 keys: the numbers of the whole in the time of a slice."""
-    inputs = {name: x if name in ("k", "v") else x[:, :512] for name, x in probe(65536, dim=8, dtype=torch.float32).items()}
+    inputs = {name: x if name in ("k", "v") else x[:, :512] for name, x in probe(65536, dim=8, dtype=F32).items()}
     rows = torch.arange(65536 - 512, 65536, dtype=torch.float64)
     seen = rows + 1 if mask == rf.Causal() else torch.full_like(rows, 65536)
     for results in in_process(8, layout, partial(attend_sharded, **inputs, mask=mask)):
-        assert results["lse"].shape == (1, 512, 1) and results["lse"].dtype == torch.float32
+        assert results["lse"].shape == (1, 512, 1) and results["lse"].dtype == F32
         assert (results["lse"].double().exp().flatten() / seen - 1).abs().max() <= 1e-5
         assert (results["out"].double().flatten() / ((seen - 1) / 2) - 1).abs().max() <= 1e-5
 

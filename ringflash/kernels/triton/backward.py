@@ -12,18 +12,22 @@ from ringflash.kernels.triton.forward import LOG2_E, load_rows, split_blocks
 
 
 @triton.jit
-def _score_gradient(q, k, v, dout, lse_log2, delta, scale_log2, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """(p, ds), both transposed, [BLOCK_K, BLOCK_Q] fp32, without the scale that dq and dk still need.
+def _score_gradient(
+    left, right, left_v, right_v, lse_log2, delta, scale_log2, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """(p, ds) fp32, without the scale that dq and dk still need, in either orientation.
 
-    visible: [BLOCK_K, BLOCK_Q], read only if MASKED.
+    From (k, q, v, dout) and statistics [1, BLOCK_Q] both are [BLOCK_K, BLOCK_Q]; from (q, k, dout, v) and statistics
+    [BLOCK_Q, 1] they are [BLOCK_Q, BLOCK_K]. Each kernel takes the one that the product after it reads from registers.
+    visible has their shape, and is read only if MASKED.
     """
-    s = tl.dot(k, q.T, input_precision=PRECISION)
-    p = tl.exp2(s * scale_log2 - lse_log2[None, :])
+    s = tl.dot(left, right.T, input_precision=PRECISION)
+    p = tl.exp2(s * scale_log2 - lse_log2)
     if MASKED:
         # After the exponential: rows that see nothing have lse = -inf and give inf here, never NaN.
         p = tl.where(visible, p, 0.0)
-    dp = tl.dot(v, dout.T, input_precision=PRECISION)
-    return p, p * (dp - delta[None, :])
+    dp = tl.dot(left_v, right_v.T, input_precision=PRECISION)
+    return p, p * (dp - delta)
 
 
 @triton.jit
@@ -47,7 +51,9 @@ def _visit_rows(
             lse_log2 = tl.load(lse_ptr + offs_q) * LOG2_E
             delta = tl.load(delta_ptr + offs_q)
         visible = (lo[:, None] <= offs_q[None, :]) & (offs_q[None, :] < hi[:, None])
-        p, ds = _score_gradient(q, k, v, dout, lse_log2, delta, scale_log2, visible, MASKED, PRECISION)
+        p, ds = _score_gradient(
+            k, q, v, dout, lse_log2[None, :], delta[None, :], scale_log2, visible, MASKED, PRECISION
+        )
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = ds.to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
@@ -144,9 +150,11 @@ def _visit_keys_backward(
         offs_k = key + tl.arange(0, BLOCK_K)
         k = load_rows(k_ptr, key, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
         v = load_rows(v_ptr, key, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
-        visible = (lo[None, :] <= offs_k[:, None]) & (offs_k[:, None] < hi[None, :])
-        _, ds = _score_gradient(q, k, v, dout, lse_log2, delta, scale_log2, visible, MASKED, PRECISION)
-        dq = tl.dot(ds.to(k.dtype).T, k, dq, input_precision=PRECISION)
+        visible = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])
+        _, ds = _score_gradient(
+            q, k, dout, v, lse_log2[:, None], delta[:, None], scale_log2, visible, MASKED, PRECISION
+        )
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 

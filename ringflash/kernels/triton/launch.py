@@ -84,7 +84,7 @@ class Triton(Backend):
         dim, capability = max(D, Dv), _capability(q)
         block = tiles(KEY_GRADIENT, dim, q.dtype, capability)
         lo, hi = bounds.transposed.to(q.device)
-        two_passes = deterministic or two_passes_are_faster(dim, q.dtype, capability)
+        two_passes = deterministic or two_passes_are_faster(q.dtype, capability)
         strides = _strides(q, k, v, rows.dout)
         assert _is_laid_out(rows.lse) and _is_laid_out(rows.delta), "row statistics lie as row_statistic() makes them"
         with _on(q):

@@ -58,12 +58,13 @@ FORWARD: Table = {
     "fp32": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
 }
 
-# The column-parallel kernel: a program keeps block_k keys and steps over block_q rows.
+# The column-parallel kernel: a program keeps block_k keys and steps over block_q rows. On Hopper it leaves dq to the next.
 KEY_GRADIENT: Table = {
+    # TFLOP/s of both passes.
     "hopper": {
-        64: Tiles(64, 128, 8, 3),  # 245 / 269; two stages 250 / 242
-        128: Tiles(64, 128, 8, 2),  # 240 / 258; 64 keys 175 / 170
-        256: Tiles(64, 64, 8, 1),  # 149 / 147; 32 rows 139 / 115
+        64: Tiles(64, 128, 8, 3),  # 240 / 280; two stages 240 / 259
+        128: Tiles(32, 64, 4, 3),  # 313 / 341; 64 rows and 128 keys on 8 warps 293 / 342
+        256: Tiles(64, 64, 8, 1),  # 194 / 193; 32 rows 148 / 134
     },
     "blackwell": {64: Tiles(64, 128, 8, 1), 128: Tiles(32, 128, 8, 1), 256: Tiles(32, 32, 8, 1)},
     "other": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
@@ -72,11 +73,10 @@ KEY_GRADIENT: Table = {
 
 # The second of two passes: a program keeps block_q rows and steps over block_k keys.
 QUERY_GRADIENT: Table = {
-    # Both passes together, ms causal / full: 128 rows and 64 keys 9.2 / 18 at d64, 8.3 / 15 at d128, 12 / 26 at d256.
     "hopper": {
-        64: Tiles(64, 64, 4, 2),  # 6.0 / 11
-        128: Tiles(64, 64, 4, 2),  # 4.7 / 9.3
-        256: Tiles(128, 32, 8, 2),  # 9.3 / 20
+        64: Tiles(64, 64, 4, 3),  # 259 / 295; 128 rows on 8 warps 210 / 250
+        128: Tiles(128, 64, 8, 3),  # 323 / 351; 64 rows on 4 warps 303 / 333
+        256: Tiles(128, 32, 8, 2),  # 195 / 188; 64 keys 184 / 174
     },
     "blackwell": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "other": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 8, 1)},
@@ -90,10 +90,11 @@ def tiles(table: Table, head_dim: int, dtype: torch.dtype, capability: int) -> T
     return entries[min(dim for dim in entries if dim >= padded(head_dim))]
 
 
-def two_passes_are_faster(head_dim: int, dtype: torch.dtype, capability: int) -> bool:
+def two_passes_are_faster(dtype: torch.dtype, capability: int) -> bool:
     """Whether a second kernel for dq costs less than adding dq up by atomics in the first.
 
-    Seven products instead of five, but no registers for dq: on an H200 5.6 -> 4.7 ms at d128 causal, 10.1 -> 9.3 at d256,
-    5.5 -> 6.0 at d64. In fp32 the products weigh six times as much.
+    Seven products instead of five, but no registers for dq and no traffic of atomics: on an H200, TFLOP/s causal / full,
+    244 / 267 -> 259 / 295 at d64, 240 / 258 -> 323 / 351 at d128, 149 / 147 -> 198 / 189 at d256. In fp32, where a
+    product weighs six times as much, 31 -> 21 at d64.
     """
-    return padded(head_dim) >= 128 and dtype != torch.float32 and generation(capability) == "hopper"
+    return generation(capability) == "hopper" and dtype != torch.float32
