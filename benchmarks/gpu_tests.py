@@ -28,7 +28,9 @@ def main() -> None:
     for case in cases:
         outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         counts.setdefault(str(case.get("classname")), Counter())[outcome] += 1
-    lines = [f"- {name}: {', '.join(f'{n} {outcome}' for outcome, n in found.items())}" for name, found in counts.items()]
+    lines = [
+        f"- {name}: {', '.join(f'{n} {outcome}' for outcome, n in found.items())}" for name, found in counts.items()
+    ]
     notes = "\n".join([f"`{' '.join(command[1:5])}` ended with exit code {code}.", "", *lines])
     gpus = torch.cuda.device_count()
     outcomes = {name: dict(found) for name, found in counts.items()}

@@ -93,7 +93,9 @@ def main() -> None:
             for tokens in (8192,) if arguments.quick else (2048, 8192, 16384):
                 rows += measure(head_dim, heads, mask, tokens, max(1, 16384 // tokens), arguments.rounds)
                 for row in rows[-2:]:
-                    print(row.direction, row.head_dim, row.heads, row.mask, row.tokens, row.batch, row.tflops, flush=True)
+                    print(
+                        row.direction, row.head_dim, row.heads, row.mask, row.tokens, row.batch, row.tflops, flush=True
+                    )
     notes = "Local kernels, bf16, medians of interleaved runs; `ringflash` is the Triton backend through rf.attention."
     print(write("kernels", rows, gpus=1, matmul=ceiling, out=arguments.out, notes=notes))
 

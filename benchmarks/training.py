@@ -34,7 +34,7 @@ def main() -> None:
         metrics = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     rows = []
     for name, ranks in (("ring", gpus), ("alone", 1)):
-        speeds = [speed for speed in compared[name]["tokens_per_s"][1:]]
+        speeds = compared[name]["tokens_per_s"][1:]
         peaks = [max(peak) for peak in compared[name]["peak_memory_bytes"]]
         extra = {"tokens_per_s": round(median(speeds)), "peak_memory_bytes": max(peaks), "loss": compared[name]["loss"]}
         rows.append(Row("both", 64, "16:4", "documents", arguments.seq_len, 1, ranks, {}, extra=extra))
@@ -46,16 +46,28 @@ def main() -> None:
             f"- largest relative difference of loss: {compared['largest_relative_difference']:.2e} (allowed 1e-3)",
             f"- largest absolute difference of loss: {compared['largest_absolute_difference']:.2e}",
             f"- loss: {metrics[0]['loss']:.4f} -> {metrics[-1]['loss']:.4f}",
-            *(
-                f"- {row.gpus} GPU(s): {row.extra['tokens_per_s']:,} tokens/s, peak {row.extra['peak_memory_bytes'] / 2**30:.1f} GiB a GPU"
-                for row in rows
-            ),
+            *map(sentence, rows),
         ]
     )
     difference = compared["largest_relative_difference"]
     what = f"training_x{gpus}"
-    print(write(what, rows, gpus=gpus, matmul=matmul_tflops(), out=arguments.out, notes=notes, largest_relative_difference=difference))
+    print(
+        write(
+            what,
+            rows,
+            gpus=gpus,
+            matmul=matmul_tflops(),
+            out=arguments.out,
+            notes=notes,
+            largest_relative_difference=difference,
+        )
+    )
     sys.exit(code)
+
+
+def sentence(row: Row) -> str:
+    peak = row.extra["peak_memory_bytes"] / 2**30
+    return f"- {row.gpus} GPU(s): {row.extra['tokens_per_s']:,} tokens/s, peak {peak:.1f} GiB a GPU"
 
 
 if __name__ == "__main__":

@@ -63,6 +63,11 @@ def attention(
     call = Call(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score, deterministic)
     chosen = choose(call, backend).backend
     the_plan = _plan(q, k, ring, mask, length)
+    reason = chosen.refuses_mask(the_plan)
+    if reason is not None:
+        raise NotImplementedError(
+            f"backend {chosen.name!r} cannot run this call: {reason}. Use backend='reference' or None"
+        )
     if ring is not None:
         ring.agree("attention", _facts(q, k, v, the_plan, chosen.name))
     work = Work(the_plan, score, chosen, Alone() if ring is None else ring.transport, deterministic)
@@ -106,7 +111,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"attention: {name} is {type(x).__name__}; must be a tensor")
         if x.dim() != 4:
-            raise ValueError(f"attention: {name} has shape {tuple(x.shape)}; must have 4 axes [batch, tokens, heads, dim]")
+            raise ValueError(
+                f"attention: {name} has shape {tuple(x.shape)}; must have 4 axes [batch, tokens, heads, dim]"
+            )
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(f"attention: {name} is {x.dtype}; must be float16, bfloat16, float32 or float64")
     for name, x in (("k", k), ("v", v)):
@@ -118,7 +125,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"attention: q has batch {q.shape[0]} and {name} has {x.shape[0]}; must be equal")
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
-            f"attention: k has {k.shape[1]} tokens and {k.shape[2]} heads, v has {v.shape[1]} and {v.shape[2]}; must be equal"
+            f"attention: k has {k.shape[1]} tokens and {k.shape[2]} heads, "
+            f"v has {v.shape[1]} and {v.shape[2]}; must be equal"
         )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"attention: q has head dim {q.shape[3]} and k has {k.shape[3]}; must be equal")

@@ -71,7 +71,8 @@ class Ring:
         x: the same on every rank. Differentiable: the gradient of x is the whole one, as in one process, on every rank.
         """
         dim = _axis("shard", x, dim)
-        return _Shard.apply(x, self, dim) if self.ranks > 1 else x
+        part: Tensor = _Shard.apply(x, self, dim) if self.ranks > 1 else x
+        return part
 
     def gather(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor:
         """The whole sequence from every rank's part: the inverse of `shard`.
@@ -86,7 +87,8 @@ class Ring:
         N = self.whole_length("gather", x.shape[dim], length)
         others = (*x.shape[:dim], *x.shape[dim + 1 :])
         self.agree("gather", {"length": N, "shape without dim": others, "dim": dim, "dtype": str(x.dtype)})
-        return _Gather.apply(x, self, dim, N)
+        whole: Tensor = _Gather.apply(x, self, dim, N)
+        return whole
 
     def whole_length(self, caller: str, local: int, length: int | None) -> int:
         """Tokens of the whole sequence when this rank holds `local` of them; ValueError where they do not fit."""
@@ -170,7 +172,7 @@ class _Shard(torch.autograd.Function):
         return _take(x, ring, dim)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         return _collect(dx, *ctx.cut), None, None
 
 
@@ -181,5 +183,5 @@ class _Gather(torch.autograd.Function):
         return _collect(x, ring, dim, length)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         return _take(dx, *ctx.cut), None, None, None

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash as rf
 from ringflash.kernels.backend import Backend
 from ringflash.kernels.reference import Reference
+from ringflash.parallel.function import RingAttentionFunction, Work
 from ringflash.parallel.inprocess import run
 from ringflash.parallel.passage import InFlight
 from ringflash.parallel.transport import Transport
+from ringflash.schedule.plan import plan
 from ringflash.testing.oracle import dense_gradients
 from ringflash.testing.sharded import attend_sharded, draw
 
@@ -205,3 +207,18 @@ def messages_of(ring, problem, mask):
     after_forward = len(events)
     out.sum().backward()
     return events[:after_forward], events[after_forward:]
+
+
+def work_of(ring, mask, length):
+    """(events of the forward pass, of the backward pass, what the backend was given to add into) on this rank, in bf16."""
+    events = []
+    note_messages(ring.transport, events)
+    here = plan(mask, ring.layout, length, ring.rank, ring.ranks)
+    q, k = torch.randn(2, 1, here.positions.numel(), 2, 4, dtype=torch.bfloat16)
+    v = torch.full_like(k, float(ring.rank))
+    recorder = Recorder(events)
+    work = Work(plan=here, score=rf.Score(0.5), backend=recorder, transport=ring.transport, deterministic=False)
+    out, _ = RingAttentionFunction.apply(*(x.requires_grad_() for x in (q, k, v)), work)
+    after_forward = len(events)
+    out.sum().backward()
+    return events[:after_forward], events[after_forward:], recorder.kept

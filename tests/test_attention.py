@@ -145,6 +145,7 @@ def test_creating_a_graph_does_not_change_the_first_derivative():
     assert all(map(torch.equal, with_graph, torch.autograd.grad(loss, (q, k, v))))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_forward_mode_and_batching_transforms_are_errors():
     """R46."""
     q, k, v = (x.detach() for x in local_inputs())

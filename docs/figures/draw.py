@@ -108,7 +108,9 @@ def ring() -> None:
             x = 1.6 + 3.25 * rank
             source = (rank - hop) % RANKS
             axes.add_patch(plt.Rectangle((x, y), 1.0, 0.85, color=COLOURS[rank]))
-            axes.add_patch(plt.Rectangle((x + 1.15, y), 1.0, 0.85, facecolor="white", edgecolor=COLOURS[source], lw=2.5))
+            axes.add_patch(
+                plt.Rectangle((x + 1.15, y), 1.0, 0.85, facecolor="white", edgecolor=COLOURS[source], lw=2.5)
+            )
             axes.text(x + 0.5, y + 0.42, "Q", ha="center", va="center", color="white", fontsize=11, weight="bold")
             axes.text(x + 1.65, y + 0.42, "K V", ha="center", va="center", color=COLOURS[source], fontsize=10)
             if hop < RANKS - 1 and rank < RANKS - 1:

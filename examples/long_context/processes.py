@@ -67,7 +67,6 @@ class Processes:
         return self.from_first(result)
 
 
-
 def start(device_name: str | None) -> Processes:
     """Join the process group that torchrun describes in the environment; without torchrun, be the only process.
 

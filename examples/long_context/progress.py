@@ -11,7 +11,9 @@ from typing import TextIO
 class Progress:
     """One line that redraws itself on a terminal; a line every few steps anywhere else (a log file, a pipe)."""
 
-    def __init__(self, title: str, *, steps: int, first: int, log_every: int | None, stream: TextIO = sys.stdout) -> None:
+    def __init__(
+        self, title: str, *, steps: int, first: int, log_every: int | None, stream: TextIO = sys.stdout
+    ) -> None:
         self.title, self.steps, self.first, self.stream = title, steps, first, stream
         self.log_every = log_every or max(1, (steps - first) // 20)
         self.begin = time.perf_counter()

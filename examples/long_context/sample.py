@@ -1,8 +1,8 @@
 """Let the model write. Short, so one process does it: on the whole weights, without the ring."""
 
-import ringflash as rf
 import torch
 
+import ringflash as rf
 from long_context.data import START
 from long_context.model import Transformer
 

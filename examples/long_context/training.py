@@ -4,17 +4,17 @@ import math
 import time
 from dataclasses import dataclass
 
-import ringflash as rf
 import torch
 import torch.nn.functional as F
-from ringflash.training import position_ids, shift_labels
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import ringflash as rf
 from long_context.data import Packed, Packing
 from long_context.model import ModelConfig, Transformer
 from long_context.processes import Processes, peak_memory_bytes
 from long_context.settings import Recipe
+from ringflash.training import position_ids, shift_labels
 
 IGNORED = -100
 LARGEST_GRADIENT_NORM = 1.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import Partial
+from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds
 
 # Where each backend lives. Modules are imported when they are asked, so that the core needs neither triton nor a GPU.
@@ -92,6 +93,10 @@ class Backend(ABC):
     @abstractmethod
     def refuses(self, call: Call) -> str | None:
         """None, or in one sentence why this backend cannot serve the call. Never raises."""
+
+    def refuses_mask(self, plan: Plan) -> str | None:
+        """None, or why some rank's part of this plan cannot be computed; the same answer on every rank."""
+        return None
 
     @abstractmethod
     def forward(

@@ -40,7 +40,8 @@ class Partial:
         """Memory for a partial that a kernel is about to write whole, in the layout that kernels rely on."""
         B, Sq, Hq, _ = q.shape
         return cls(
-            q.new_empty(B, Sq, Hq, value_dim, dtype=accumulate_dtype(q.dtype)), row_statistic(q, accumulate_dtype(q.dtype))
+            q.new_empty(B, Sq, Hq, value_dim, dtype=accumulate_dtype(q.dtype)),
+            row_statistic(q, accumulate_dtype(q.dtype)),
         )
 
 

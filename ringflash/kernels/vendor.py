@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from einops import rearrange, reduce
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows, Score
 from ringflash.kernels.partial import Partial, merge
+from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds, Tile
 
 # More calls than this per source cost more in launches than the library's kernels cost in time.
@@ -57,7 +59,12 @@ class Vendor(Backend):
             return f"value_dim {call.value_dim} differs from head_dim {call.head_dim}"
         if call.head_dim % 8 or call.head_dim > self.max_head_dim:
             return f"head_dim {call.head_dim} is not a multiple of 8 up to {self.max_head_dim}"
+        if call.deterministic:
+            return "its backward is not deterministic"
         return None
+
+    def refuses_mask(self, plan: Plan) -> str | None:
+        return _refuses_mask(plan)
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -73,7 +80,7 @@ class Vendor(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
     ) -> Partial:
         partial = Partial.empty(q, v.shape[-1]) if into is None else into
-        for piece in self._pieces(bounds):
+        for piece in _pieces(bounds):
             inputs = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
             out, lse = self.attend(*_repeat_heads(*inputs), piece.is_causal, score.factor)
             sums = partial.out.dtype
@@ -98,13 +105,11 @@ class Vendor(Backend):
         deterministic: bool,
     ) -> None:
         if rows.has_dlse:
-            raise NotImplementedError(f"backend {self.name!r} cannot differentiate lse. Use backend='triton' or 'reference'")
-        if deterministic and not torch.are_deterministic_algorithms_enabled():
             raise NotImplementedError(
-                f"backend {self.name!r} is deterministic only under torch.use_deterministic_algorithms(True)"
+                f"backend {self.name!r} cannot differentiate lse. Use backend='triton' or 'reference'"
             )
         Hk = k.shape[2]
-        for piece in self._pieces(bounds):
+        for piece in _pieces(bounds):
             inputs = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
             dout, out = (_heads_first(x[:, piece.rows]) for x in (rows.dout, rows.out))
             lse = rows.lse[:, piece.rows].transpose(1, 2).contiguous()
@@ -115,22 +120,28 @@ class Vendor(Backend):
             for total, share in ((dk, dk_p), (dv, dv_p)):
                 total[:, piece.keys] += reduce(share.to(total.dtype), "B (Hk group) S D -> B S Hk D", "sum", Hk=Hk)
 
-    def _pieces(self, bounds: Bounds) -> Iterator[Piece]:
-        tiles = bounds.tiles() if bounds.lo.shape[0] == 1 else []
-        slanted = next((tile.kind for tile in tiles if tile.low == "slanted"), None)
-        problem = None
-        if bounds.lo.shape[0] != 1:
-            problem = "the mask differs over the batch"
-        elif slanted is not None:
-            problem = f"the mask has {slanted} tiles"
-        elif len(tiles) > MAX_TILES:
-            problem = f"the mask falls into {len(tiles)} tiles, more than {MAX_TILES}"
-        if problem is not None:
-            raise NotImplementedError(
-                f"backend {self.name!r} cannot run this call: {problem}. Use backend='reference' or None"
-            )
-        for tile in tiles:
-            yield from pieces(tile)
+
+@lru_cache(maxsize=64)
+def _refuses_mask(plan: Plan) -> str | None:
+    """Of any rank, because a rank that stopped alone would leave the others waiting."""
+    for peer in plan.peers:
+        for source in peer.sources:
+            bounds = peer[source]
+            if bounds.lo.shape[0] != 1:
+                return "the mask differs over the batch"
+            tiles = bounds.tiles()
+            slanted = next((tile.kind for tile in tiles if tile.low == "slanted"), None)
+            if slanted is not None:
+                return f"the mask has {slanted} tiles"
+            if len(tiles) > MAX_TILES:
+                return f"the mask falls into {len(tiles)} tiles, more than {MAX_TILES}"
+    return None
+
+
+def _pieces(bounds: Bounds) -> Iterator[Piece]:
+    for tile in bounds.tiles():
+        assert tile.low == "straight", "refuses_mask() comes first"
+        yield from pieces(tile)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -184,7 +195,15 @@ class Flash(Vendor):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
             return out, lse
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=scale
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            is_causal,
+            False,
+            scale=scale,
         )
         return out.transpose(1, 2), lse
 

@@ -52,9 +52,10 @@ class NeighbourPassage(Passage):
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         held, spare = self._message_buffers()
-        for self._hop in range(self._hops + 1):
+        for hop in range(self._hops + 1):
+            self._hop = hop
             coming = self._pass_on(held, spare)
-            yield self._source(self._hop), self._shard if self._hop == 0 else self._shapes[self._hop].views(held)
+            yield self._source(hop), self._shard if hop == 0 else self._shapes[hop].views(held)
             if self._returning:
                 self._pass_on_gradients()
             if coming is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -113,7 +114,7 @@ class Documents(Mask):
         borders = _host_integers("Documents: cu_seqlens", cu_seqlens)
         if not borders or borders[0] != 0:
             raise ValueError(f"Documents: cu_seqlens = {borders[:8]}; must start with 0")
-        lengths = [b - a for a, b in zip(borders, borders[1:], strict=False)]
+        lengths = [b - a for a, b in pairwise(borders)]
         if min(lengths, default=0) < 0:
             raise ValueError(f"Documents: cu_seqlens = {borders[:8]}...; must not decrease")
         if length is not None and length < borders[-1]:
@@ -129,7 +130,9 @@ class Documents(Mask):
             raise ValueError(f"Documents: position_ids start with {ids[0]}; the first document must start at 0")
         for i, p in enumerate(ids):
             if p != 0 and p != ids[i - 1] + 1:
-                raise ValueError(f"Documents: position_ids[{i}] = {p} after {ids[i - 1]}; ids count up by 1 or restart at 0")
+                raise ValueError(
+                    f"Documents: position_ids[{i}] = {p} after {ids[i - 1]}; ids count up by 1 or restart at 0"
+                )
         return cls([b - a for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)], causal=causal)
 
     @property
@@ -175,7 +178,9 @@ def intersect(a: Mask, b: Mask) -> Mask:
                 parts.append(part)
     lengths = {part.length for part in parts} - {None}
     if len(lengths) > 1:
-        raise ValueError(f"mask &: the two sides are made for different sequence lengths {sorted(map(int, cast(Any, lengths)))}")
+        raise ValueError(
+            f"mask &: the two sides are made for different sequence lengths {sorted(map(int, cast(Any, lengths)))}"
+        )
     if len(parts) <= 1:
         return parts[0] if parts else Full()
     return Intersection(tuple(parts))
@@ -185,7 +190,9 @@ def _host_integers(name: str, values: Iterable[int] | Tensor) -> list[int]:
     """A list of Python ints from a list, tuple, numpy array or tensor of one axis and any integer type."""
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(f"{name}: a tensor of shape {tuple(values.shape)} and {values.dtype}; must be 1-D and integer")
+            raise TypeError(
+                f"{name}: a tensor of shape {tuple(values.shape)} and {values.dtype}; must be 1-D and integer"
+            )
         return cast(list[int], values.tolist())
     numbers = []
     for value in values:

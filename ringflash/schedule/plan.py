@@ -35,7 +35,16 @@ class Plan:
     def __getitem__(self, source: int) -> Bounds:
         if not 0 <= source < self.ranks:
             raise IndexError(f"Plan: source = {source}; must be in [0, {self.ranks})")
-        return _bounds(self, source)
+        if source not in self._bounds:
+            keys = _positions(self.layout, self.length, source, self.ranks)
+            lo, hi = (torch.searchsorted(keys, end.contiguous(), out_int32=True) for end in self._global_bounds)
+            self._bounds[source] = Bounds(lo, hi, keys.numel())
+        return self._bounds[source]
+
+    @cached_property
+    def _bounds(self) -> dict[int, Bounds]:
+        """Kept with the plan, so that they and their copies on devices go when the last call that needs them is done."""
+        return {}
 
     @cached_property
     def positions(self) -> Tensor:
@@ -72,7 +81,7 @@ class Plan:
 
         After hop h a rank holds the shard of (rank - h) mod ranks.
         """
-        return max(((peer.rank - source) % self.ranks for peer in self._peers for source in peer.sources), default=0)
+        return max(((peer.rank - source) % self.ranks for peer in self.peers for source in peer.sources), default=0)
 
     @cached_property
     def pairs(self) -> int:
@@ -83,10 +92,11 @@ class Plan:
     @cached_property
     def pairs_per_rank(self) -> tuple[int, ...]:
         """`pairs` of every rank; max / mean is the balance of the layout for this mask."""
-        return tuple(peer.pairs for peer in self._peers)
+        return tuple(peer.pairs for peer in self.peers)
 
     @property
-    def _peers(self) -> list[Plan]:
+    def peers(self) -> list[Plan]:
+        """The plan of every rank, by rank; not cached."""
         return [replace(self, rank=rank) for rank in range(self.ranks)]
 
     def forward_bytes(self, *, batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
@@ -108,19 +118,13 @@ class Plan:
         return self.shard_length((self.rank - hop) % self.ranks)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _positions(layout: Layout, length: int, rank: int, ranks: int) -> Tensor:
     return layout.positions(length, rank, ranks)
 
 
-@lru_cache(maxsize=1024)
-def _bounds(owner: Plan, source: int) -> Bounds:
-    keys = _positions(owner.layout, owner.length, source, owner.ranks)
-    lo, hi = (torch.searchsorted(keys, end.contiguous(), out_int32=True) for end in owner._global_bounds)
-    return Bounds(lo, hi, keys.numel())
-
-
-@lru_cache(maxsize=1024)
+# Enough for the mask kinds of one model times a few batches in flight; a million tokens of bounds are 16 MB each.
+@lru_cache(maxsize=32)
 def plan(
     mask: Mask, layout: Layout, length: int, rank: int = 0, ranks: int = 1, query_length: int | None = None
 ) -> Plan:

@@ -85,18 +85,23 @@ class Bounds:
         return Bounds(lo, torch.maximum(lo, hi), self.rows)
 
     @cached_property
-    def _on_device(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+    def _on_device(self) -> dict[torch.device, tuple[Tensor, Tensor, torch.cuda.Stream, torch.cuda.Event]]:
         return {}
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(lo, hi) on a device. Copied on the first call only: every layer and step of the same plan shares the copy."""
-        if device.type == "cpu":
-            return self.lo, self.hi
+        if device.type != "cuda":
+            return self.lo.to(device), self.hi.to(device)
+        current = torch.cuda.current_stream(device)
         if device not in self._on_device:
             # Pinned and non-blocking: a pageable copy would make the host wait for the device.
             lo, hi = (t.pin_memory().to(device, non_blocking=True) for t in (self.lo, self.hi))
-            self._on_device[device] = (lo, hi)
-        return self._on_device[device]
+            self._on_device[device] = (lo, hi, current, current.record_event())
+        lo, hi, copied_on, is_copied = self._on_device[device]
+        # A graph is captured after a warm-up, when the copy is long there; waiting inside the capture is not allowed.
+        if current != copied_on and not torch.cuda.is_current_stream_capturing():
+            current.wait_event(is_copied)
+        return lo, hi
 
     def tiles(self) -> list[Tile]:
         """The visible pairs as tiles, each pair in exactly one. Only for bounds that all batch rows share.
@@ -104,7 +109,9 @@ class Bounds:
         Rows are split where an end changes its slope; between two splits each end is constant or climbs by one.
         """
         if self.lo.shape[0] != 1:
-            raise ValueError(f"Bounds.tiles: bounds of {self.lo.shape[0]} batch rows; tiles exist for shared bounds only")
+            raise ValueError(
+                f"Bounds.tiles: bounds of {self.lo.shape[0]} batch rows; tiles exist for shared bounds only"
+            )
         lo, hi = self.lo[0].tolist(), self.hi[0].tolist()
         tiles: list[Tile] = []
         start = 0

@@ -28,7 +28,9 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, name: str
         return
     size = max(float(expected.abs().max()), 1.0)
     error = float((actual - expected).abs().max()) / size
-    assert error <= TOLERANCE[dtype], f"{name}: error {error:.3g} relative to {size:.3g}, allowed {TOLERANCE[dtype]:.3g}"
+    assert error <= TOLERANCE[dtype], (
+        f"{name}: error {error:.3g} relative to {size:.3g}, allowed {TOLERANCE[dtype]:.3g}"
+    )
 
 
 def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ def _poisoning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def poisoned() -> Iterator[None]:
     """Whoever reads memory before writing it gets NaN (or the largest integer) instead of lucky zeros."""
     empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
-    torch.empty, torch.empty_like = _poisoning(empty), _poisoning(empty_like)  # type: ignore[assignment]
+    torch.empty, torch.empty_like = _poisoning(empty), _poisoning(empty_like)
     Tensor.new_empty = _poisoning(new_empty)  # type: ignore[method-assign]
     try:
         yield

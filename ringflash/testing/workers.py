@@ -1,7 +1,7 @@
 """Persistent worker processes with a gloo (or NCCL) group, for tests: a hang is a failure that names the ranks.
 
-    with Workers(4) as workers:
-        results = workers.run(function, *arguments)      # function(*arguments) in every worker, results by rank
+with Workers(4) as workers:
+results = workers.run(function, *arguments)      # function(*arguments) in every worker, results by rank
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Workers:
         # A rendezvous file, no port: nothing to collide with another test run. Forked from a server that has imported
         # torch, workers start in a moment; CUDA wants fresh processes.
         store = Path(tempfile.mkdtemp(prefix="ringflash-workers-")) / "store"
-        context = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
+        context: Any = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
         if self.backend != "nccl":
             context.set_forkserver_preload(["torch", "torch.distributed", "ringflash.testing.sharded"])
         for rank in range(self.size):
@@ -71,7 +71,9 @@ class Workers:
             there.close()
             self._workers.append(_Worker(process, here))
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0, ranks: int | None = None) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0, ranks: int | None = None
+    ) -> list[Any]:
         """Call a module-level function in the first `ranks` workers (None: all); raise WorkerError if any fails or hangs.
 
         After a failure the processes are replaced, because a group with a lost member is of no use.
@@ -80,29 +82,7 @@ class Workers:
         active = self._workers[:ranks]
         for worker in active:
             worker.pipe.send((function, arguments))
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(results) + len(failures) < len(active):
-            waiting = {w.pipe: rank for rank, w in enumerate(active) if rank not in results and rank not in failures}
-            # Once one has failed, the others only get the time that their group needs to notice.
-            patience = deadline - time.monotonic() if not failures else min(deadline - time.monotonic(), 5.0)
-            ready = wait(list(waiting), timeout=max(patience, 0.0))
-            if not ready:
-                for rank in waiting.values():
-                    failures[rank] = f"rank {rank}: no answer {'after another rank failed' if failures else f'in {timeout_s:.0f} s: hangs'}"
-                break
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
-                try:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionError):
-                    active[rank].process.join(1.0)  # the pipe closes a moment before the exit code is known
-                    ok, value = False, f"died with exit code {active[rank].process.exitcode}"
-                if ok:
-                    results[rank] = value
-                else:
-                    failures[rank] = f"rank {rank}: {value}"
+        results, failures = _collect(active, timeout_s)
         if failures:
             self.stop()
             raise WorkerError("\n\n".join(failures.values()))
@@ -117,6 +97,36 @@ class Workers:
                 worker.process.kill()
                 worker.process.join()
         self._workers = []
+
+
+def _collect(active: list[_Worker], timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and failures by rank, once every rank has one or the other."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s
+    while missing := {rank: w.pipe for rank, w in enumerate(active) if rank not in results and rank not in failures}:
+        patience = deadline - time.monotonic()
+        # Once one has failed, the others only get the time that their group needs to notice.
+        ready = wait(list(missing.values()), timeout=max(min(patience, 5.0) if failures else patience, 0.0))
+        if not ready:
+            reason = "after another rank failed" if failures else f"in {timeout_s:.0f} s: hangs"
+            failures |= {rank: f"rank {rank}: no answer {reason}" for rank in missing}
+        for rank in (rank for rank, pipe in missing.items() if pipe in ready):
+            is_result, value = _receive(active[rank])
+            if is_result:
+                results[rank] = value
+            else:
+                failures[rank] = f"rank {rank}: {value}"
+    return results, failures
+
+
+def _receive(worker: _Worker) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = worker.pipe.recv()
+    except (EOFError, ConnectionError):
+        worker.process.join(1.0)  # the pipe closes a moment before the exit code is known
+        return False, f"died with exit code {worker.process.exitcode}"
+    return answer
 
 
 def _serve(pipe: Connection, rank: int, size: int, backend: str, store: str) -> None:

@@ -43,7 +43,16 @@ def test_a_gpu_takes_triton_and_keeps_the_reason_when_it_cannot():
         ("cudnn", {}, "device cpu is not cuda"),
         ("flash", {"value_dim": 32}, "value_dim 32 differs"),
         ("flash", {"dtype": torch.float16}, "dtype torch.float16 is not one of float32, float64 on a CPU"),
-        ("flash", {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 60, "value_dim": 60}, "head_dim 60"),
+        (
+            "flash",
+            {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 60, "value_dim": 60},
+            "head_dim 60",
+        ),
+        (
+            "cudnn",
+            {"device": torch.device("cuda"), "dtype": torch.float16, "deterministic": True},
+            "not deterministic|no cuDNN",
+        ),
         ("reference", {"dtype": torch.float8_e4m3fn}, "float8_e4m3fn is not one of"),
     ],
 )
@@ -53,7 +62,9 @@ def test_a_name_means_that_backend_or_an_error(name, changes, reason):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="backend = 'fast'; must be None or one of 'triton', 'cudnn', 'flash', 'reference'"):
+    with pytest.raises(
+        ValueError, match="backend = 'fast'; must be None or one of 'triton', 'cudnn', 'flash', 'reference'"
+    ):
         choose(call(), "fast")
 
 

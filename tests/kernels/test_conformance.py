@@ -22,6 +22,9 @@ def on(backend, dtype, device):
     return pytest.param((backend, dtype, device), id=f"{backend}-{str(dtype)[6:]}-{device}", marks=marks)
 
 
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [rf.Contiguous(), rf.Zigzag(), rf.Striped()], ids=lambda x: type(x).__name__
+)
 EXACT = [
     on("reference", F64, "cpu"),
     on("reference", F32, "cpu"),
@@ -75,9 +78,7 @@ def attend(target, problem, mask, *, ranks=1, rank=0, layout=None, scale=None, h
     dq, dk, dv = (torch.zeros(t.shape, dtype=partial.out.dtype, device=device) for t in (q, x["k"], x["v"]))
     for source, keys in shards.items():
         dk_s, dv_s = dk[:, keys], dv[:, keys]
-        backend.backward(
-            q, x["k"][:, keys], x["v"][:, keys], rows, mine[source], score, dq, dk_s, dv_s, deterministic
-        )
+        backend.backward(q, x["k"][:, keys], x["v"][:, keys], rows, mine[source], score, dq, dk_s, dv_s, deterministic)
         dk[:, keys], dv[:, keys] = dk_s, dv_s
     results = {"out": partial.out, "lse": partial.lse, "dq": dq, "dk": dk, "dv": dv}
 
@@ -144,8 +145,10 @@ def test_every_mask(target, name):
 
 
 @pytest.mark.parametrize("target", EXACT)
-@pytest.mark.parametrize("layout", [rf.Contiguous(), rf.Zigzag(), rf.Striped()], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("mask", [rf.Causal(), rf.Documents([50, 1, 49], causal=True) & rf.Window(30, 0)], ids=["causal", "mix"])
+@LAYOUTS
+@pytest.mark.parametrize(
+    "mask", [rf.Causal(), rf.Documents([50, 1, 49], causal=True) & rf.Window(30, 0)], ids=["causal", "mix"]
+)
 def test_every_layout_merges_its_sources(target, layout, mask):
     problem = {"queries": 100, "heads": (2, 2), "dim": 16}
     for rank in range(3):
@@ -153,7 +156,9 @@ def test_every_layout_merges_its_sources(target, layout, mask):
 
 
 @pytest.mark.parametrize("target", EXACT)
-@pytest.mark.parametrize("dims", [(16, 16), (24, 24), (40, 72), (64, 64), (80, 16), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (24, 24), (40, 72), (64, 64), (80, 16), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
 def test_every_head_dim(target, dims):
     dim, value_dim = dims
     check(target, *attend(target, {"queries": 33, "dim": dim, "value_dim": value_dim, "heads": (1, 1)}, rf.Causal()))
@@ -311,8 +316,10 @@ def test_one_query_and_one_key(target):
 
 
 @pytest.mark.parametrize("target", VENDORS)
-@pytest.mark.parametrize("layout", [rf.Contiguous(), rf.Zigzag(), rf.Striped()], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("mask", [rf.Full(), rf.Causal(), rf.Documents([30, 70], causal=True)], ids=["full", "causal", "documents"])
+@LAYOUTS
+@pytest.mark.parametrize(
+    "mask", [rf.Full(), rf.Causal(), rf.Documents([30, 70], causal=True)], ids=["full", "causal", "documents"]
+)
 def test_vendor_kernels_serve_what_tiles_can_say(target, layout, mask):
     problem = {"batch": 2, "queries": 100, "heads": (4, 2), "dim": 64}
     for rank in range(2):
@@ -332,10 +339,20 @@ def check_vendor(target, results, expected, plain):
 
 @pytest.mark.parametrize("target", VENDORS)
 def test_vendor_kernels_refuse_what_they_cannot_say(target):
+    """The mask's reason is the same on every rank, and known before anything is sent."""
     problem = {"queries": 100, "heads": (2, 2), "dim": 64}
+    backend, _ = get(target, 64)
+    for rank in range(2):
+        window = plan(rf.Window(5, 5), rf.Zigzag(), 100, rank, 2)
+        many = plan(rf.Documents([2] * 65 + [130], causal=True), rf.Contiguous(), 260, rank, 2)
+        assert backend.refuses_mask(window) == "the mask has band tiles"
+        assert backend.refuses_mask(many) == "the mask falls into 65 tiles, more than 64"
+        assert backend.refuses_mask(plan(rf.Causal(), rf.Striped(), 100, rank, 2)) is None
     with pytest.raises(NotImplementedError, match="the mask has band tiles"):
-        attend(target, problem, rf.Window(5, 5), has_dlse=False)
-    with pytest.raises(NotImplementedError, match="falls into 65 tiles, more than 64"):
-        attend(target, {**problem, "queries": 130}, rf.Documents([2] * 65, causal=True), has_dlse=False)
+        rf.attention(
+            *(draw(**problem, dtype=target[1], device=target[2])[n] for n in "qkv"),
+            mask=rf.Window(5, 5),
+            backend=target[0],
+        )
     with pytest.raises(NotImplementedError, match="cannot differentiate lse"):
         attend(target, problem, rf.Causal(), has_dlse=True)

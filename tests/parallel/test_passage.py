@@ -1,40 +1,18 @@
 """What goes over the wire, how much of it, and when: counted on an in-process ring."""
 
-from functools import partial
-
 import pytest
 import torch
 
 import ringflash as rf
-from ringflash.kernels.backend import Score
-from ringflash.parallel.function import RingAttentionFunction, Work
-from ringflash.parallel.inprocess import run
 from ringflash.schedule.plan import plan
-from tests.rings import LAYOUTS, Recorder, in_process, masks, messages_of, name_of, note_messages, sent_bytes
+from tests.rings import LAYOUTS, in_process, masks, messages_of, name_of, sent_bytes, work_of
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 
 
-def events_of(mask, length, member):
-    """What one rank does in forward and in backward, and its backend."""
-    events = []
-    note_messages(member, events)
-    here = plan(mask, rf.Contiguous(), length, member.rank, member.ranks)
-    Sq = here.positions.numel()
-    q, k = torch.randn(2, 1, Sq, 2, 4, dtype=torch.bfloat16)
-    v = torch.full((1, Sq, 2, 4), float(member.rank), dtype=torch.bfloat16)
-    recorder = Recorder(events)
-    work = Work(plan=here, score=Score(0.5), backend=recorder, transport=member, deterministic=False)
-    tensors = [x.requires_grad_() for x in (q, k, v)]
-    out, _ = RingAttentionFunction.apply(*tensors, work)
-    after_forward = len(events)
-    out.sum().backward()
-    return events[:after_forward], events[after_forward:], recorder
-
-
 def test_the_next_hop_is_on_its_way_before_anything_is_computed_on_this_one():
     """5 tokens per rank, 2 key heads, 4 + 4 dims: a message of K and V in bf16 has 160 bytes."""
-    forward, _, _ = run(4, partial(events_of, rf.Full(), 20))[1]
+    forward, _, _ = in_process(4, rf.Contiguous(), work_of, rf.Full(), 20)[1]
     assert forward == [
         ("start", 160), ("forward", 1), ("wait", 160),
         ("start", 160), ("forward", 0), ("wait", 160),
@@ -45,7 +23,7 @@ def test_the_next_hop_is_on_its_way_before_anything_is_computed_on_this_one():
 
 def test_gradients_follow_their_keys_one_hop_behind_and_come_home():
     """The sum of dK and dV, in fp32, is waited for only after this rank's share is computed."""
-    _, backward, _ = run(3, partial(events_of, rf.Full(), 15))[1]
+    _, backward, _ = in_process(3, rf.Contiguous(), work_of, rf.Full(), 15)[1]
     keys, gradients = 160, 320
     assert backward == [
         ("start", keys), ("backward", 1), ("start", gradients), ("wait", keys),
@@ -55,7 +33,7 @@ def test_gradients_follow_their_keys_one_hop_behind_and_come_home():
 
 
 def test_a_source_that_no_query_sees_is_passed_on_but_not_computed():
-    events = [forward for forward, _, _ in run(4, partial(events_of, rf.Causal(), 20))]
+    events = [forward for forward, _, _ in in_process(4, rf.Contiguous(), work_of, rf.Causal(), 20)]
     computed = [[source for what, source in forward if what == "forward"] for forward in events]
     assert computed == [[0], [1, 0], [2, 1, 0], [3, 2, 1, 0]]
     assert [len([e for e in forward if e[0] == "start"]) for forward in events] == [3, 3, 3, 3]
@@ -63,12 +41,12 @@ def test_a_source_that_no_query_sees_is_passed_on_but_not_computed():
 
 def test_partial_results_and_travelling_gradients_stay_float32_for_bfloat16():
     """R04: rounded once, at the end."""
-    *_, recorder = run(3, partial(events_of, rf.Full(), 15))[2]
-    partials, backwards = recorder.kept[:3], recorder.kept[3:]
+    *_, kept = in_process(3, rf.Contiguous(), work_of, rf.Full(), 15)[2]
+    partials, backwards = kept[:3], kept[3:]
     assert partials[0] is None and len(backwards) == 3
     assert all(p.out.dtype == p.lse.dtype == torch.float32 for p in partials[1:])
-    for kept in backwards:
-        added_into = [x for x in kept if isinstance(x, torch.Tensor) and x.shape == (1, 5, 2, 4)]
+    for given in backwards:
+        added_into = [x for x in given if isinstance(x, torch.Tensor) and x.shape == (1, 5, 2, 4)]
         assert [x.dtype for x in added_into[-3:]] == [torch.float32] * 3
 
 

@@ -10,7 +10,18 @@ import ringflash as rf
 from ringflash.schedule.plan import plan
 from ringflash.testing.compare import assert_all_close
 from ringflash.testing.sharded import draw
-from tests.rings import LAYOUTS, attend, counted_calls, dense, masks, messages_of, name_of, on_workers, sent_bytes
+from tests.rings import (
+    LAYOUTS,
+    attend,
+    counted_calls,
+    dense,
+    masks,
+    messages_of,
+    name_of,
+    on_workers,
+    sent_bytes,
+    work_of,
+)
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 
@@ -114,6 +125,20 @@ def test_each_process_sends_the_bytes_of_its_plan_and_not_one_more(workers, mask
         assert sent_bytes(backward) == here.backward_bytes(**sizes)
         assert len([what for what, _ in forward if what == "start"]) == here.hops
         assert len([what for what, _ in backward if what == "start"]) == 2 * here.hops + (here.hops > 0)
+
+
+def events_of_work(ring, mask, length):
+    return work_of(ring, mask, length)[:2]
+
+
+def test_the_next_hop_is_on_its_way_before_anything_is_computed_on_this_one(workers):
+    """As tests/parallel/test_passage.py, between processes: 80 bytes of keys and values, 160 of their gradients."""
+    forward, backward = on_workers(workers, 2, rf.Contiguous(), events_of_work, rf.Full(), 5)[1]
+    assert forward == [("start", 96), ("forward", 1), ("wait", 64), ("forward", 0)]
+    assert backward == [
+        ("start", 96), ("backward", 1), ("start", 192), ("wait", 64),
+        ("backward", 0), ("wait", 128), ("start", 128), ("wait", 192),
+    ]  # fmt: skip
 
 
 def calls_of_the_wire(ring):

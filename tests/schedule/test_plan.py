@@ -137,9 +137,15 @@ def test_cross_attention_puts_the_last_query_at_the_last_key(queries, keys, rank
 def test_zigzag_tiles_are_the_well_known_ones():
     """Rank 3 of 8: source 1 = all rows x first half, source 6 = second half x all keys, itself = one causal square."""
     mine = plan(rf.Causal(), rf.Zigzag(), 64, 3, 8)
-    assert [(t.row_start, t.row_stop, t.key_start, t.key_stop, t.kind) for t in mine[1].tiles()] == [(0, 8, 0, 4, "full")]
-    assert [(t.row_start, t.row_stop, t.key_start, t.key_stop, t.kind) for t in mine[6].tiles()] == [(4, 8, 0, 8, "full")]
-    assert [(t.row_start, t.row_stop, t.key_start, t.key_stop, t.kind) for t in mine[3].tiles()] == [(0, 8, 0, 8, "causal")]
+    assert [(t.row_start, t.row_stop, t.key_start, t.key_stop, t.kind) for t in mine[1].tiles()] == [
+        (0, 8, 0, 4, "full")
+    ]
+    assert [(t.row_start, t.row_stop, t.key_start, t.key_stop, t.kind) for t in mine[6].tiles()] == [
+        (4, 8, 0, 8, "full")
+    ]
+    assert [(t.row_start, t.row_stop, t.key_start, t.key_stop, t.kind) for t in mine[3].tiles()] == [
+        (0, 8, 0, 8, "causal")
+    ]
 
 
 def test_balance_of_zigzag_and_of_contiguous_under_a_causal_mask():

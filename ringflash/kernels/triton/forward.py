@@ -8,7 +8,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_rows(ptr, offset, count, stride, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(
+    ptr, offset, count, stride, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr
+):
     """Rows [offset, offset + ROWS) of a [*, DIM] matrix, zero past column DIM and, if MASKED, from row `count` on."""
     # The first row's offset is 64-bit: a shard of a million tokens has more elements than 32 bits count.
     base = ptr + offset.to(tl.int64) * stride
