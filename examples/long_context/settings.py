@@ -50,7 +50,7 @@ class Recipe:
 
 # Two CPU cores: four minutes, half of them for --compare.
 ON_CPU = Recipe(
-    steps=160, seq_len=2048, batch=1, dim=128, layers=2, heads=2, kv_heads=1, lr=4e-3, warmup=20, seed=0, dtype="float32"
+    steps=160, seq_len=2048, batch=1, dim=128, layers=2, heads=2, kv_heads=1, lr=3e-3, warmup=30, seed=0, dtype="float32"
 )  # fmt: skip
 # A GPU: some minutes, 100 million weights. fp32 master weights and optimizer, bf16 arithmetic.
 ON_GPU = Recipe(

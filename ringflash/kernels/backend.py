@@ -47,6 +47,7 @@ class Score:
 
     @property
     def factor(self) -> float:
+        """The scale of a resolved score."""
         assert self.scale is not None, "Score.resolve() comes first"
         return float(self.scale)
 
