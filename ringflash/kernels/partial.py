@@ -64,10 +64,15 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Associative, commutative, identity (0, -inf), finite for any gap of lse, differentiable.
     """
-    lse = torch.logaddexp(a.lse, b.lse)
-    # Finite pivot where neither side saw a key: -inf - (-inf) would be NaN, in the gradient even behind a where().
-    pivot = torch.where(lse == -torch.inf, 0.0, lse)
-    out = torch.exp(a.lse - pivot)[..., None] * a.out + torch.exp(b.lse - pivot)[..., None] * b.out
+    peak = torch.maximum(a.lse, b.lse).detach()
+    is_empty = peak == -torch.inf
+    # Finite pivot and sum where neither side saw a key: -inf - (-inf) and log(0) are NaN in the gradient even behind a
+    # where().
+    pivot = torch.where(is_empty, 0.0, peak)
+    weight_a, weight_b = torch.exp(a.lse - pivot), torch.exp(b.lse - pivot)
+    total = torch.where(is_empty, 1.0, weight_a + weight_b)
+    lse = torch.where(is_empty, -torch.inf, pivot + torch.log(total))
+    out = (weight_a / total)[..., None] * a.out + (weight_b / total)[..., None] * b.out
     return Partial(out, lse)
 
 

@@ -11,7 +11,8 @@ from ringflash.testing.workers import Workers
 from tests.rings import LAYOUTS, attend, attend_on_workers, masks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [pytest.mark.gpu]
+# One process of pytest-xdist, where it is used: each would start GPU workers of its own.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("nccl")]
 N = 515  # odd, and no multiple of any tile
 
 
