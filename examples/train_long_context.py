@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import ringflash as rf
 from long_context import checkpoint, plot, processes, sample
 from long_context.compare import compare
-from long_context.data import Corpus, Packing, standard_library
 from long_context.model import ModelConfig, Transformer
 from long_context.processes import Processes
 from long_context.progress import MetricsFile, Progress
 from long_context.settings import DTYPES, LAYOUTS, Recipe, parse_flags, resolve_recipe
+from long_context.text import Corpus, Packing, standard_library
 from long_context.training import Trainer
 
 # Enough held-out text to see the trend; at least one sequence, however long.
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parse_flags(arguments)
     try:
         run = prepare(flags, processes.start(flags.device))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, NotImplementedError, FileNotFoundError) as error:
         # All ranks see the same flags and stop at the same place; it is said once.
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -78,8 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
 def prepare(flags: argparse.Namespace, team: Processes) -> Run:
     """Check everything that can be wrong before anything is computed."""
     resumed = checkpoint.find(flags.resume) if flags.resume else None
-    recipe = resolve_recipe(flags, resumed and resumed / checkpoint.RECIPE, team.device)
+    before, taken = checkpoint.about(resumed) if resumed else (None, 0)
+    recipe = resolve_recipe(flags, before, team.device)
     recipe.check_ranks(team.ranks)
+    if taken >= recipe.steps:
+        raise ValueError(f"--steps {recipe.steps}: {resumed} has taken {taken} already; ask for more")
     config = ModelConfig(
         dim=recipe.dim,
         layers=recipe.layers,
@@ -89,6 +92,13 @@ def prepare(flags: argparse.Namespace, team: Processes) -> Run:
         backend=flags.backend,
         activation_checkpointing=flags.activation_checkpointing,
     )
+    if flags.backend:
+        # One token, here: a name that does not exist or cannot serve this model is told now, by one line.
+        q, k = (
+            torch.zeros(1, 1, H, config.head_dim, dtype=config.compute_dtype, device=team.device)
+            for H in (recipe.heads, recipe.kv_heads)
+        )
+        rf.attention(q, k, k, mask=rf.Causal(), backend=flags.backend)
     corpus = standard_library()
     if len({fingerprint for (fingerprint,) in team.gather_floats(corpus.fingerprint)}) > 1:
         raise ValueError("the ranks read different texts; start the same version of Python everywhere")
@@ -223,8 +233,13 @@ def conclude(run: Run, rows: list[dict], text: str | None, comparison: dict | No
     new = [row for row in rows if row["step"] >= first]
     # The first step starts threads and compiles kernels.
     speed = statistics.median(row["tokens_per_s"] for row in new[1:] or new)
+    # A step sees one or two files, some far easier than others; the mean over a tenth of the run shows where it got to.
+    lately = [row["loss"] for row in rows[-max(2, len(rows) // 10) :]]
     peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in rows[-1]["peak_memory_bytes"])
-    print(f"loss         {rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}, validation {rows[-1]['validation_loss']:.4f}")
+    print(
+        f"loss         {rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f} (mean of the last {len(lately)} steps "
+        f"{statistics.fmean(lately):.4f}), validation {rows[-1]['validation_loss']:.4f}"
+    )
     print(f"speed        {speed:,.0f} tokens/s (median of {len(new)} steps)")
     print(f"peak memory  {peaks} MiB by rank")
     if comparison:

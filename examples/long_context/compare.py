@@ -1,5 +1,8 @@
 """Is the ring exact? Train the same steps in one process, which has no ring and no FSDP, and look at every loss."""
 
+import math
+from collections.abc import Iterable
+
 import torch
 
 # How far two runs may drift apart that compute the same sums in another order, and then feed each loss into the next.
@@ -15,21 +18,26 @@ def compare(ring_rows: list[dict], alone_rows: list[dict], dtype: torch.dtype) -
     pairs = [(by_step[row["step"]]["loss"], row["loss"]) for row in alone_rows]
     absolute = [abs(ring - alone) for ring, alone in pairs]
     relative = [abs(ring - alone) / abs(alone) for ring, alone in pairs]
-    largest = max(absolute if measure == "absolute" else relative)
+    measured = absolute if measure == "absolute" else relative
     return {
         "steps": steps,
         "ring": pick(by_step[step] for step in steps),
         "alone": pick(alone_rows),
         "difference": absolute,
-        "largest_absolute_difference": max(absolute),
-        "largest_relative_difference": max(relative),
+        "largest_absolute_difference": largest(absolute),
+        "largest_relative_difference": largest(relative),
         "measure": measure,
         "tolerance": tolerance,
-        # Written so that a NaN fails.
-        "agrees": bool(largest <= tolerance),
+        # A NaN compares as false, so it fails.
+        "agrees": all(difference <= tolerance for difference in measured),
     }
 
 
-def pick(rows) -> dict[str, list]:
+def largest(differences: list[float]) -> float:
+    """The maximum, and NaN if there is one: max() passes over a NaN that is not the first."""
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def pick(rows: Iterable[dict]) -> dict[str, list]:
     rows = list(rows)
     return {name: [row[name] for row in rows] for name in ("loss", "grad_norm", "tokens_per_s", "peak_memory_bytes")}

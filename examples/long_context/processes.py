@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class Processes:
         dist.all_gather(everyone, mine, group=self.host_group)
         return [values.tolist() for values in everyone]
 
-    def from_first(self, value: Result | None) -> Result:
+    def from_first(self, value: Result) -> Result:
         """Rank 0's value on every rank. Waits as long as PATIENCE for it: NCCL would give up after ten minutes."""
         if self.host_group is None:
             return value
@@ -58,12 +58,12 @@ class Processes:
 
     def first_alone(self, work: Callable[["Processes"], Result]) -> Result:
         """Rank 0 does `work` with all cores of its machine, the others wait; every rank gets the result."""
-        if not self.is_first:
-            return self.from_first(None)
-        threads = torch.get_num_threads()
-        share_cores(1)
-        result = work(Processes(rank=0, ranks=1, device=self.device))
-        torch.set_num_threads(threads)
+        result: Any = None
+        if self.is_first:
+            threads = torch.get_num_threads()
+            share_cores(1)
+            result = work(Processes(rank=0, ranks=1, device=self.device))
+            torch.set_num_threads(threads)
         return self.from_first(result)
 
 

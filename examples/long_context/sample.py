@@ -3,8 +3,8 @@
 import torch
 
 import ringflash as rf
-from long_context.data import START
 from long_context.model import Transformer
+from long_context.text import START
 
 
 @torch.no_grad()

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import ringflash as rf
-from long_context.data import Packed, Packing
 from long_context.model import ModelConfig, Transformer
 from long_context.processes import Processes, peak_memory_bytes
 from long_context.settings import Recipe
+from long_context.text import Packed, Packing
 from ringflash.training import position_ids, shift_labels
 
 IGNORED = -100
@@ -93,7 +94,7 @@ def shard_parameters(model: Transformer, processes: Processes) -> None:
 
 
 class Trainer:
-    """Model, optimizer and text of one run. ring=None and processes.alone() make it an ordinary one-process run."""
+    """Model, optimizer and text of one run. With ring=None and one process it is ordinary training."""
 
     def __init__(
         self, recipe: Recipe, config: ModelConfig, processes: Processes, ring: rf.Ring | None, packing: Packing
@@ -132,7 +133,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
         # Under FSDP the norm is a DTensor, each rank has the part of its own weights.
-        norm = norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         everyone = self.processes.gather_floats(local_loss.item(), peak_memory_bytes(device))
         step_s = time.perf_counter() - begin
         metrics = {
