@@ -44,6 +44,13 @@ class Partial:
             row_statistic(q, accumulate_dtype(q.dtype)),
         )
 
+    def add(self, rows: slice, here: Partial) -> None:
+        """Merge what `here` [B, len(rows), Hq, Dv] saw into these rows, in place."""
+        before = Partial(self.out[:, rows], self.lse[:, rows])
+        merged = merge(before, here)
+        before.out.copy_(merged.out)
+        before.lse.copy_(merged.lse)
+
 
 def row_statistic(q: Tensor, dtype: torch.dtype) -> Tensor:
     """Unset [B, Sq, Hq] whose memory is [B, Hq, Sq]: kernels load a block of rows of one head as one vector."""

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows, Score
-from ringflash.kernels.partial import Partial, accumulate_dtype, merge
+from ringflash.kernels.partial import Partial, accumulate_dtype
 from ringflash.schedule.tiles import Bounds
 
 # Large enough that the matrix products dominate Python, small enough that 8 heads of scores take 8 MiB.
@@ -51,10 +51,7 @@ class Reference(Backend):
                 rearrange(out, "B Hk group Sq Dv -> B Sq (Hk group) Dv"),
                 rearrange(lse, "B Hk group Sq -> B Sq (Hk group)"),
             )
-            before = Partial(partial.out[:, block.rows], partial.lse[:, block.rows])
-            merged = merge(before, here)
-            before.out.copy_(merged.out)
-            before.lse.copy_(merged.lse)
+            partial.add(block.rows, here)
         return partial
 
     def backward(

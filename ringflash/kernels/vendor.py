@@ -16,7 +16,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows, Score
-from ringflash.kernels.partial import Partial, merge
+from ringflash.kernels.partial import Partial
 from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds, Tile
 
@@ -85,10 +85,7 @@ class Vendor(Backend):
             out, lse = self.attend(*_repeat_heads(*inputs), piece.is_causal, score.factor)
             sums = partial.out.dtype
             here = Partial(out.transpose(1, 2).to(sums), lse.transpose(1, 2).to(sums))
-            before = Partial(partial.out[:, piece.rows], partial.lse[:, piece.rows])
-            merged = merge(before, here)
-            before.out.copy_(merged.out)
-            before.lse.copy_(merged.lse)
+            partial.add(piece.rows, here)
         return partial
 
     def backward(

@@ -244,6 +244,21 @@ def test_strided_views_of_one_projection_give_the_same_bits(target):
     assert torch.equal(backend.forward(*heads_first, bounds, score).out, expected.out)
 
 
+@pytest.mark.parametrize("target", EXACT + VENDORS)
+def test_every_backend_gives_lse_in_one_shape_and_convention(target):
+    """R09: [B, S, H], as many entries as rows and no padding, natural log, fp32 (fp64), of the scaled scores."""
+    _, dtype, device = target
+    x = draw(batch=2, queries=17, heads=(2, 2), dim=128, dtype=dtype, device=device)
+    backend, score = get(target, 128)
+    partial = backend.forward(x["q"], x["k"], x["v"], plan(rf.Causal(), rf.Contiguous(), 17)[0], score)
+    expected = dense_gradients(x["q"], x["k"], x["v"], rf.Causal(), x["dout"])
+    assert partial.out.shape == (2, 17, 2, 128)
+    assert partial.lse.shape == (2, 17, 2)
+    assert partial.lse.dtype == partial.out.dtype == torch.promote_types(dtype, F32)
+    # Vendor kernels on GPUs take the logarithm from sums of rounded products.
+    assert float((partial.lse - expected["lse"]).abs().max()) <= (1e-3 if backend.name in ("cudnn", "flash") else 2e-5)
+
+
 @pytest.mark.parametrize("target", EXACT)
 def test_into_equals_merging_afterwards(target):
     """The epilogue is the merge of partial.py, for lse gaps of every size and for partials that saw nothing."""
