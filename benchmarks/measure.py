@@ -79,6 +79,15 @@ def hardware() -> str:
     return torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
+def command() -> str:
+    """What a reader types to get these figures; where they are written to is the reader's affair."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    return " ".join(["python3 benchmarks/run.py", Path(sys.argv[0]).stem, *arguments])
+
+
 def commit() -> str:
     """Of the tree that is measured; a machine that got a copy without .git is told in RINGFLASH_COMMIT."""
     if "RINGFLASH_COMMIT" in os.environ:
@@ -102,7 +111,7 @@ def write(what: str, rows: list[Row], *, gpus: int, matmul: float, out: Path | N
         "commit": commit(),
         "date": date.today().isoformat(),
         "matmul_tflops": round(matmul, 1),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": command(),
         **meta,
     }
     path = folder / f"{what}_{hardware()}_{date.today().isoformat()}.json"
