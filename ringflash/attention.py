@@ -58,6 +58,12 @@ def attention(
         raise TypeError(f"attention: ring is {type(ring).__name__}; must be a Ring or None")
     if scale is not None and score is not None:
         raise ValueError(f"attention: scale = {scale} and score = {score}; give one, Score(scale=...) holds both")
+    if score is not None and not isinstance(score, Score):
+        raise TypeError(f"attention: score is {type(score).__name__}; must be a Score or None")
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+        raise TypeError(f"attention: length is {type(length).__name__}; must be a number of tokens or None")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"attention: deterministic is {type(deterministic).__name__}; must be True, False or None")
     score = (Score(scale=scale) if score is None else score).resolve(q.shape[-1])
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     call = Call(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score, deterministic)

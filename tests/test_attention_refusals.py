@@ -98,6 +98,10 @@ def test_lengths_per_batch_row_are_refused(lengths):
 
 
 SETTINGS = [
+    ({"score": "plain"}, TypeError, "attention: score is str; must be a Score or None"),
+    ({"length": "16"}, TypeError, "attention: length is str; must be a number of tokens or None"),
+    ({"deterministic": "yes"}, TypeError, "attention: deterministic is str; must be True, False or None"),
+    ({"scale": True}, TypeError, "Score: scale is bool; must be a float or None"),
     ({"ring": "world"}, TypeError, "attention: ring is str; must be a Ring or None"),
     (
         {"scale": 0.5, "score": rf.Score(0.5)},

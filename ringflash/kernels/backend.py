@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class Score:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not isinstance(self.scale, (int, float)):
+        given: object = self.scale  # numpy's floats are welcome, and no subclass of float
+        if given is not None and (isinstance(given, bool) or not isinstance(given, Real)):
             raise TypeError(f"Score: scale is {type(self.scale).__name__}; must be a float or None")
         if self.scale is not None and not abs(self.scale) < float("inf"):
             raise ValueError(f"Score: scale = {self.scale}; must be finite")

@@ -98,7 +98,9 @@ class Documents(Mask):
 
     def __init__(self, lengths: Iterable[int] | Tensor, *, causal: bool, padding: int = 0) -> None:
         object.__setattr__(self, "lengths", tuple(_host_integers("Documents: lengths", lengths)))
-        object.__setattr__(self, "causal", bool(causal))
+        if not isinstance(causal, bool):
+            raise TypeError(f"Documents: causal is {type(causal).__name__}; must be True or False")
+        object.__setattr__(self, "causal", causal)
         object.__setattr__(self, "padding", _host_integers("Documents: padding", [padding])[0])
         for i, n in enumerate(self.lengths):
             if n < 0:

@@ -55,6 +55,7 @@ def test_restarting_position_ids_are_document_borders():
         (lambda: rf.Documents([3.0], causal=True), TypeError, "holds 3.0 of type float"),
         (lambda: rf.Documents(torch.tensor([3.0]), causal=True), TypeError, "float32; must be 1-D and integer"),
         (lambda: rf.Documents(torch.tensor([[3]]), causal=True), TypeError, "must be 1-D"),
+        (lambda: rf.Documents([3], causal="no"), TypeError, "causal is str; must be True or False"),
         (lambda: rf.Documents([3], causal=True, padding=-1), ValueError, "padding = -1"),
         (lambda: rf.Documents.from_cu_seqlens([1, 3], causal=True), ValueError, "must start with 0"),
         (lambda: rf.Documents.from_cu_seqlens([], causal=True), ValueError, "must start with 0"),
