@@ -56,7 +56,7 @@ def test_predictions_keep_their_batch_and_get_their_length_back():
 
 def gradients_of_both(ring, length):
     """d/dx and d/dw of sum(w * gather(f(shard(x)))) where every rank computes the same loss."""
-    x = torch.arange(float(length)).reshape(1, length, 1).requires_grad_()
+    x = torch.arange(1.0, length + 1).reshape(1, length, 1).requires_grad_()
     w = torch.arange(1.0, length + 1).reshape(1, length, 1).requires_grad_()
     loss = (w * ring.gather(ring.shard(x) ** 2, length=length)).sum()
     return [g.flatten().tolist() for g in torch.autograd.grad(loss, (x, w))]
@@ -67,12 +67,12 @@ def gradients_of_both(ring, length):
 @pytest.mark.parametrize("length", [1, 7, 16])
 def test_gradients_through_shard_and_gather_are_those_of_one_process(length, ranks, layout):
     """R64: not ranks times that, and whole on every rank."""
-    expected = [[2.0 * j * (j + 1) for j in range(length)], [float(j * j) for j in range(length)]]
+    expected = [[2.0 * j * j for j in range(1, length + 1)], [float(j * j) for j in range(1, length + 1)]]
     assert in_process(ranks, layout, gradients_of_both, length) == [expected] * ranks
 
 
 def test_gradients_through_shard_and_gather_are_those_of_one_process_between_processes(workers):
-    expected = [[2.0 * j * (j + 1) for j in range(7)], [float(j * j) for j in range(7)]]
+    expected = [[2.0 * j * j for j in range(1, 8)], [float(j * j) for j in range(1, 8)]]
     assert on_workers(workers, 4, rf.Striped(), gradients_of_both, 7) == [expected] * 4
 
 
