@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringflash.kernels.backend import Call, Score, choose
-from ringflash.parallel.function import RingAttentionFunction, Work
+from ringflash.kernels.backend import OTHER_BACKENDS, Call, Score, cannot_run, choose
+from ringflash.parallel.function import RingAttentionFunction, Work, last_stride_one
 from ringflash.parallel.inprocess import Alone
 from ringflash.ring import Ring
 from ringflash.schedule.layout import Contiguous
@@ -71,13 +71,11 @@ def attention(
     the_plan = _plan(q, k, ring, mask, length)
     reason = chosen.refuses_mask(the_plan)
     if reason is not None:
-        raise NotImplementedError(
-            f"backend {chosen.name!r} cannot run this call: {reason}. Use backend='reference' or None"
-        )
+        raise NotImplementedError(f"{cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
     if ring is not None:
         ring.agree("attention", _facts(q, k, v, the_plan, chosen.name))
     work = Work(the_plan, score, chosen, Alone() if ring is None else ring.transport, deterministic)
-    out, lse = RingAttentionFunction.apply(*(_last_stride_one(x) for x in (q, k, v)), work)
+    out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), work)
     return (out, lse) if return_lse else out
 
 
@@ -142,8 +140,3 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"attention: q has {q.shape[2]} heads and k has {k.shape[2]}; query heads must be a multiple of key heads"
         )
-
-
-def _last_stride_one(x: Tensor) -> Tensor:
-    """Kernels and messages read rows of one token and head as they lie; a transposed head dim is copied once, here."""
-    return x if x.stride(-1) == 1 else x.contiguous()

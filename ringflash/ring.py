@@ -14,6 +14,7 @@ from ringflash.parallel.inprocess import Alone
 from ringflash.parallel.peer import PeerTransport
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.layout import Layout, Zigzag
+from ringflash.schedule.plan import shard_positions
 
 
 @dataclass(frozen=True, init=False)
@@ -93,7 +94,7 @@ class Ring:
     def whole_length(self, caller: str, local: int, length: int | None) -> int:
         """Tokens of the whole sequence when this rank holds `local` of them; ValueError where they do not fit."""
         N = local * self.ranks if length is None else length
-        expected = self.layout.shard_length(N, self.rank, self.ranks)
+        expected = shard_positions(self.layout, N, self.rank, self.ranks).numel()
         if expected != local:
             raise ValueError(
                 f"{caller}: rank {self.rank} of {self.ranks} holds {local} tokens; {self.layout} gives it {expected} of "
@@ -154,11 +155,12 @@ def _axis(caller: str, x: Tensor, dim: int) -> int:
 
 
 def _take(x: Tensor, ring: Ring, dim: int) -> Tensor:
-    return x.index_select(dim, ring.positions(x.shape[dim]).to(x.device))
+    positions = shard_positions(ring.layout, x.shape[dim], ring.rank, ring.ranks)
+    return x.index_select(dim, positions.to(x.device))
 
 
 def _collect(x: Tensor, ring: Ring, dim: int, length: int) -> Tensor:
-    positions = [ring.layout.positions(length, rank, ring.ranks) for rank in range(ring.ranks)]
+    positions = [shard_positions(ring.layout, length, rank, ring.ranks) for rank in range(ring.ranks)]
     shapes = [(*x.shape[:dim], p.numel(), *x.shape[dim + 1 :]) for p in positions]
     shards = ring.transport.all_gather(x, shapes)
     whole = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])

@@ -151,8 +151,16 @@ def choose(call: Call, name: str | None = None) -> Choice:
             if reason is None:
                 return Choice(backend, tuple(refusals))
         refusals.append((candidate, str(reason)))
-    reasons = "; ".join(f"backend {n!r} cannot run this call: {reason}" for n, reason in refusals)
-    raise NotImplementedError(reasons if name is None else f"{reasons}. Use backend='reference' or None")
+    reasons = "; ".join(cannot_run(n, reason) for n, reason in refusals)
+    raise NotImplementedError(reasons if name is None else f"{reasons}. {OTHER_BACKENDS}")
+
+
+OTHER_BACKENDS = "Use backend='reference' or None"
+
+
+def cannot_run(name: str, reason: str) -> str:
+    """The sentence of every refusal."""
+    return f"backend {name!r} cannot run this call: {reason}"
 
 
 def _load(name: str) -> tuple[Backend | None, str | None]:

@@ -81,7 +81,7 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         with torch.no_grad():
             # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
-            dense_dout = torch.zeros_like(out) if dout is None else _last_stride_one(dout)
+            dense_dout = torch.zeros_like(out) if dout is None else last_stride_one(dout)
             gradients = backward_pass(q, k, v, out, lse, dense_dout, dlse, ctx.work)
             rounded = [
                 gradient.to(x.dtype) if needed else None
@@ -110,5 +110,6 @@ class _DifferentiatedOnce(torch.autograd.Function):
         )
 
 
-def _last_stride_one(x: Tensor) -> Tensor:
+def last_stride_one(x: Tensor) -> Tensor:
+    """Kernels and messages read rows of one token and head as they lie; a transposed head dim is copied once, here."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -36,7 +36,7 @@ class Plan:
         if not 0 <= source < self.ranks:
             raise IndexError(f"Plan: source = {source}; must be in [0, {self.ranks})")
         if source not in self._bounds:
-            keys = _positions(self.layout, self.length, source, self.ranks)
+            keys = shard_positions(self.layout, self.length, source, self.ranks)
             lo, hi = (torch.searchsorted(keys, end.contiguous(), out_int32=True) for end in self._global_bounds)
             self._bounds[source] = Bounds(lo, hi, keys.numel())
         return self._bounds[source]
@@ -50,11 +50,11 @@ class Plan:
     def positions(self) -> Tensor:
         """Where this rank's queries stand among the keys, int64 [Sq]; negative for queries before the first key."""
         shift = self.length - self.query_length
-        return _positions(self.layout, self.query_length, self.rank, self.ranks) + shift
+        return shard_positions(self.layout, self.query_length, self.rank, self.ranks) + shift
 
     def shard_length(self, source: int) -> int:
         """Keys that `source` holds."""
-        return _positions(self.layout, self.length, source, self.ranks).numel()
+        return shard_positions(self.layout, self.length, source, self.ranks).numel()
 
     @cached_property
     def _global_bounds(self) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ class Plan:
         return tuple(source for source in range(self.ranks) if self._sees(source))
 
     def _sees(self, source: int) -> bool:
-        keys = _positions(self.layout, self.length, source, self.ranks)
+        keys = shard_positions(self.layout, self.length, source, self.ranks)
         for lo, hi in zip(*self._global_bounds, strict=True):
             first, past = torch.searchsorted(keys, lo), torch.searchsorted(keys, hi)
             if bool((first < past).any()):
@@ -119,7 +119,8 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def _positions(layout: Layout, length: int, rank: int, ranks: int) -> Tensor:
+def shard_positions(layout: Layout, length: int, rank: int, ranks: int) -> Tensor:
+    """`layout.positions`, cached: not to be written to."""
     return layout.positions(length, rank, ranks)
 
 

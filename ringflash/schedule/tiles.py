@@ -108,6 +108,11 @@ class Bounds:
 
         Rows are split where an end changes its slope; between two splits each end is constant or climbs by one.
         """
+        return self._tiles
+
+    @cached_property
+    def _tiles(self) -> list[Tile]:
+        """Cached, because walking the rows in Python is slow and every layer asks, forward and backward."""
         if self.lo.shape[0] != 1:
             raise ValueError(
                 f"Bounds.tiles: bounds of {self.lo.shape[0]} batch rows; tiles exist for shared bounds only"
