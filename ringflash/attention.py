@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
-from ringflash.kernels.backend import OTHER_BACKENDS, Call, Score, cannot_run, choose
+from ringflash.kernels.backend import OTHER_BACKENDS, Call, Score, cannot_run, check_backend, choose
 from ringflash.parallel.function import RingAttentionFunction, Work, last_stride_one
 from ringflash.parallel.inprocess import Alone
 from ringflash.ring import Ring
+from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Contiguous
 from ringflash.schedule.mask import Full, Mask
 from ringflash.schedule.plan import Plan, plan
@@ -24,6 +27,7 @@ def attention(
     scale: float | None = None,
     score: Score | None = None,
     length: int | None = None,
+    query_length: int | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -37,6 +41,8 @@ def attention(
     mask: which keys a query sees; None is Full(). Where Sq and Sk differ the last query stands at the last key.
     scale: factor of the scores, None is D**-0.5; or score: a Score with all that is done to the scores, not both.
     length: tokens of the whole sequence, where the ranks do not divide it; None is ranks times the local length.
+    query_length: tokens of the whole sequence of queries, where it is another one (cross attention); None is `length`
+        where q and k hold equally many tokens here, else ranks times the local length.
     backend: "triton", "cudnn", "flash" or "reference" insists on that one; None takes the best that can serve the call.
     deterministic: the same bits on every run, at some cost in backward; None follows
         torch.are_deterministic_algorithms_enabled().
@@ -45,35 +51,29 @@ def attention(
     exp(scores), fp32 (fp64 for fp64 inputs), -inf for a row that sees no key, whose out is 0. Both are differentiable,
     once. Sums and travelling gradients are kept in lse's type and rounded once, at the end.
 
+    On a ring every rank makes the same calls in the same order, and runs the backward of each or of none: a rank that
+    leaves one out makes the others wait until the process group times out.
+
     Raises TypeError for wrong types and ValueError for wrong values before anything is sent, NotImplementedError where
     no backend, or not the one named, can serve the call.
 
     Source: Liu et al., arXiv:2310.01889 (ring); Dao, arXiv:2307.08691 (local kernels).
     """
-    mask = Full() if mask is None else mask
     _check_tensors(q, k, v)
-    if not isinstance(mask, Mask):
-        raise TypeError(f"attention: mask is {type(mask).__name__}; must be a Mask such as Causal(). {_MASK_HINT}")
-    if ring is not None and not isinstance(ring, Ring):
-        raise TypeError(f"attention: ring is {type(ring).__name__}; must be a Ring or None")
-    if scale is not None and score is not None:
-        raise ValueError(f"attention: scale = {scale} and score = {score}; give one, Score(scale=...) holds both")
-    if score is not None and not isinstance(score, Score):
-        raise TypeError(f"attention: score is {type(score).__name__}; must be a Score or None")
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
-        raise TypeError(f"attention: length is {type(length).__name__}; must be a number of tokens or None")
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(f"attention: deterministic is {type(deterministic).__name__}; must be True, False or None")
+    check_settings("attention", ring, mask, scale, score, backend, deterministic)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"attention: return_lse is {type(return_lse).__name__}; must be True or False")
+    mask = Full() if mask is None else mask
     score = (Score(scale=scale) if score is None else score).resolve(q.shape[-1])
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     call = Call(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score, deterministic)
     chosen = choose(call, backend).backend
-    the_plan = _plan(q, k, ring, mask, length)
+    the_plan = _plan(q, k, ring, mask, length, query_length)
     reason = chosen.refuses_mask(the_plan)
     if reason is not None:
-        raise NotImplementedError(f"{cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
+        raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
     if ring is not None:
-        ring.agree("attention", _facts(q, k, v, the_plan, chosen.name))
+        ring.agree("attention", _facts(q, k, v, the_plan, chosen.name, score))
     work = Work(the_plan, score, chosen, Alone() if ring is None else ring.transport, deterministic)
     out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), work)
     return (out, lse) if return_lse else out
@@ -82,21 +82,49 @@ def attention(
 _MASK_HINT = "Boolean and additive mask tensors are not supported: say the rule, for example Causal() & Window(1023, 0)"
 
 
-def _plan(q: Tensor, k: Tensor, ring: Ring | None, mask: Mask, length: int | None) -> Plan:
+def check_settings(
+    caller: str,
+    ring: object,
+    mask: object,
+    scale: object,
+    score: object,
+    backend: object,
+    deterministic: object,
+) -> None:
+    """What can be said of the settings without tensors: TypeError for wrong types, ValueError for contradictions."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(f"{caller}: mask is {type(mask).__name__}; must be a Mask such as Causal(). {_MASK_HINT}")
+    if ring is not None and not isinstance(ring, Ring):
+        raise TypeError(f"{caller}: ring is {type(ring).__name__}; must be a Ring or None")
+    if scale is not None and score is not None:
+        raise ValueError(f"{caller}: scale = {scale} and score = {score}; give one, Score(scale=...) holds both")
+    if score is not None and not isinstance(score, Score):
+        raise TypeError(f"{caller}: score is {type(score).__name__}; must be a Score or None")
+    Score(scale=cast(Any, scale))
+    check_backend(backend)
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"{caller}: deterministic is {type(deterministic).__name__}; must be True, False or None")
+
+
+def _plan(q: Tensor, k: Tensor, ring: Ring | None, mask: Mask, length: int | None, query_length: int | None) -> Plan:
     Sq, Sk = q.shape[1], k.shape[1]
     if ring is None:
-        if length not in (None, Sk):
-            raise ValueError(f"attention: length = {length} without a ring, but k has {Sk} tokens; leave length out")
+        for name, given, held in (("length", length, Sk), ("query_length", query_length, Sq)):
+            if given is not None and integer(f"attention: {name}", given) != held:
+                raise ValueError(
+                    f"attention: {name} = {given} without a ring, where the tensors have {held} tokens; leave {name} out"
+                )
         return plan(mask, Contiguous(), Sk, query_length=Sq)
-    if length is not None and Sq != Sk:
-        raise ValueError(f"attention: length = {length} with {Sq} queries and {Sk} keys; length is for self-attention")
-    key_length = ring.whole_length("attention", Sk, length)
-    query_length = key_length if Sq == Sk else ring.whole_length("attention", Sq, None)
-    return plan(mask, ring.layout, key_length, ring.rank, ring.ranks, query_length)
+    N = ring.whole_length("attention", Sk, length)
+    if query_length is None and Sq == Sk:
+        return plan(mask, ring.layout, N, ring.rank, ring.ranks)
+    return plan(
+        mask, ring.layout, N, ring.rank, ring.ranks, ring.whole_length("attention", Sq, query_length, "query_length")
+    )
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, the_plan: Plan, backend: str) -> dict[str, object]:
-    """What must be alike on all ranks for their messages to fit. The mask is left out: it may change every step."""
+def _facts(q: Tensor, k: Tensor, v: Tensor, the_plan: Plan, backend: str, score: Score) -> dict[str, object]:
+    """What must be alike on all ranks for their messages to fit and their results to be of one attention."""
     return {
         "length": the_plan.length,
         "query length": the_plan.query_length,
@@ -107,6 +135,8 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, the_plan: Plan, backend: str) -> dic
         "value_dim": v.shape[3],
         "dtype": str(q.dtype),
         "backend": backend,
+        "score": str(score),
+        "mask": the_plan.mask.fingerprint,
     }
 
 
@@ -114,6 +144,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"attention: {name} is {type(x).__name__}; must be a tensor")
+        if x.layout != torch.strided or x.is_nested or hasattr(x, "device_mesh"):
+            kind = "a DTensor" if hasattr(x, "device_mesh") else "nested" if x.is_nested else str(x.layout)
+            raise TypeError(f"attention: {name} is {kind}; must be a plain tensor of this rank's tokens")
         if x.dim() != 4:
             raise ValueError(
                 f"attention: {name} has shape {tuple(x.shape)}; must have 4 axes [batch, tokens, heads, dim]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ringflash.attention import attention
+from ringflash.attention import attention, check_settings
 from ringflash.kernels.backend import Score
 from ringflash.ring import Ring
 from ringflash.schedule.mask import Mask
@@ -27,6 +27,7 @@ class RingAttention(nn.Module):
         deterministic: bool | None = None,
     ) -> None:
         super().__init__()
+        check_settings("RingAttention", ring, mask, scale, score, backend, deterministic)
         self.ring, self.mask, self.scale, self.score = ring, mask, scale, score
         self.backend, self.deterministic = backend, deterministic
 
@@ -38,6 +39,7 @@ class RingAttention(nn.Module):
         mask: Mask | None = None,
         length: int | None = None,
         return_lse: bool = False,
+        query_length: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`mask` takes the place of the module's own, for batches whose documents change."""
         return attention(
@@ -49,6 +51,7 @@ class RingAttention(nn.Module):
             scale=self.scale,
             score=self.score,
             length=length,
+            query_length=query_length,
             backend=self.backend,
             deterministic=self.deterministic,
             return_lse=return_lse,

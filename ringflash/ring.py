@@ -13,8 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringflash.parallel.inprocess import Alone
 from ringflash.parallel.peer import PeerTransport
 from ringflash.parallel.transport import Transport
+from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Layout, Zigzag
 from ringflash.schedule.plan import shard_positions
+
+# Calls remembered as compared, the oldest forgotten first: packed batches bring new masks for ever. Every rank makes the
+# same calls in the same order, so all forget the same one.
+AGREED = 1024
+_REMEDY = {
+    "length": ". Pass length= where the ranks hold different numbers of tokens",
+    "mask": ". All ranks of a ring need the same batch",
+}
 
 
 @dataclass(frozen=True, init=False)
@@ -26,8 +35,11 @@ class Ring:
         `rank` counts inside the group.
     layout: how a sequence is cut; Zigzag balances causal attention.
     transport: "peer" (send and receive on the group; the default), or a Transport, in which case group stays None.
-    check: compare shapes, types and layout among the ranks on the first call with each (one small exchange); a
-        difference then raises the same error on every rank instead of a hang.
+    check: compare shapes, types, mask, score and layout among the ranks on the first call with each (one small exchange,
+        on NCCL a wait for the device); a difference then raises the same error on every rank instead of a hang or wrong
+        numbers. The same on every rank.
+
+    A copy of a Ring is the same Ring, for a copied model talks on the same wire; a process group cannot be pickled.
 
     Errors: TypeError for another kind of group; ValueError for a mesh of several dimensions, a group that this process
     is not in, an unknown transport; RuntimeError under torchrun before init_process_group.
@@ -48,6 +60,8 @@ class Ring:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise TypeError(f"Ring: layout is {layout!r}; must be a Layout such as Zigzag()")
+        if not isinstance(check, bool):
+            raise TypeError(f"Ring: check is {type(check).__name__}; must be True or False")
         object.__setattr__(self, "transport", _wire(group, transport))
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "check", check)
@@ -62,8 +76,18 @@ class Ring:
         """Number of ranks in the ring."""
         return self.transport.ranks
 
+    def __copy__(self) -> Ring:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Ring:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Ring: holds a process group, which cannot be pickled; save the model's state_dict instead")
+
     def positions(self, length: int) -> Tensor:
         """Global positions of this rank's tokens of a sequence of `length`: int64 [S_local] on the CPU, increasing."""
+        length = integer("positions: length", length)
         return self.layout.positions(length, self.rank, self.ranks)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -83,22 +107,25 @@ class Ring:
         have in one process, not ranks times that.
         """
         dim = _axis("gather", x, dim)
+        N = self.whole_length("gather", x.shape[dim], length)
         if self.ranks == 1:
             return x
-        N = self.whole_length("gather", x.shape[dim], length)
         others = (*x.shape[:dim], *x.shape[dim + 1 :])
         self.agree("gather", {"length": N, "shape without dim": others, "dim": dim, "dtype": str(x.dtype)})
         whole: Tensor = _Gather.apply(x, self, dim, N)
         return whole
 
-    def whole_length(self, caller: str, local: int, length: int | None) -> int:
-        """Tokens of the whole sequence when this rank holds `local` of them; ValueError where they do not fit."""
-        N = local * self.ranks if length is None else length
+    def whole_length(self, caller: str, local: int, length: int | None, name: str = "length") -> int:
+        """Tokens of the whole sequence when this rank holds `local` of them; ValueError where they do not fit.
+
+        length: what the caller was told, as its argument `name`.
+        """
+        N = local * self.ranks if length is None else integer(f"{caller}: {name}", length)
         expected = shard_positions(self.layout, N, self.rank, self.ranks).numel()
         if expected != local:
             raise ValueError(
                 f"{caller}: rank {self.rank} of {self.ranks} holds {local} tokens; {self.layout} gives it {expected} of "
-                f"length = {N}. Pass the whole sequence's length, and cut it with Ring.shard"
+                f"{name} = {N}. Pass the whole sequence's {name}, and cut it with Ring.shard"
             )
         return N
 
@@ -108,15 +135,20 @@ class Ring:
             return
         facts = {**facts, "layout": str(self.layout)}
         key = (caller, tuple(facts.items()))
-        if key in self.transport.agreed:
+        agreed = self.transport.agreed
+        if key in agreed:
             return
         everyone: list[Any] = self.transport.all_gather_object(facts)
         for name in facts:
             values = [other.get(name) for other in everyone]
             if any(value != values[0] for value in values):
                 by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-                raise ValueError(f"{caller}: {name} differs among the ranks of the ring; {by_rank}")
-        self.transport.agreed.add(key)
+                raise ValueError(
+                    f"{caller}: {name} differs among the ranks of the ring; {by_rank}{_REMEDY.get(name, '')}"
+                )
+        agreed[key] = None
+        if len(agreed) > AGREED:
+            del agreed[next(iter(agreed))]
 
 
 def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transport | None) -> Transport:
@@ -149,6 +181,8 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
 def _axis(caller: str, x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"{caller}: x is {type(x).__name__}; must be a tensor")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{caller}: dim is {type(dim).__name__}; must be an integer")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{caller}: dim = {dim}; x of shape {tuple(x.shape)} has no such axis")
     return dim % x.dim()
@@ -156,15 +190,24 @@ def _axis(caller: str, x: Tensor, dim: int) -> int:
 
 def _take(x: Tensor, ring: Ring, dim: int) -> Tensor:
     positions = shard_positions(ring.layout, x.shape[dim], ring.rank, ring.ranks)
-    return x.index_select(dim, positions.to(x.device))
+    return _as_plain(x).index_select(dim, positions.to(x.device)).view(x.dtype)
 
 
 def _collect(x: Tensor, ring: Ring, dim: int, length: int) -> Tensor:
     positions = [shard_positions(ring.layout, length, rank, ring.ranks) for rank in range(ring.ranks)]
     shapes = [(*x.shape[:dim], p.numel(), *x.shape[dim + 1 :]) for p in positions]
-    shards = ring.transport.all_gather(x, shapes)
-    whole = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
-    return whole.index_copy_(dim, torch.cat(positions).to(x.device), torch.cat(shards, dim))
+    shards = ring.transport.all_gather(_as_plain(x), shapes)
+    whole = shards[0].new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return whole.index_copy_(dim, torch.cat(positions).to(x.device), torch.cat(shards, dim)).view(x.dtype)
+
+
+# Types that torch indexes on every device, by bytes per entry.
+_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_plain(x: Tensor) -> Tensor:
+    """The same bytes as a type that can be indexed: float8 and wide unsigned integers cannot."""
+    return x if x.is_complex() else x.view(_PLAIN[x.dtype.itemsize])
 
 
 class _Shard(torch.autograd.Function):

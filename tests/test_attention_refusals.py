@@ -31,6 +31,12 @@ SHAPES = [
     ({"dtype": torch.complex64}, TypeError, "q is torch.complex64; must be float16"),
     ({"dtype": torch.float8_e4m3fn}, TypeError, "q is torch.float8_e4m3fn; must be float16"),
     ({"v": torch.zeros(KV).bfloat16()}, TypeError, "q is torch.float32 and v is torch.bfloat16; must be alike"),
+    ({"q": torch.zeros(Q).to_sparse()}, TypeError, "q is torch.sparse_coo; must be a plain tensor"),
+    (
+        {"k": torch.nested.nested_tensor([torch.zeros(KV)], layout=torch.jagged)},
+        TypeError,
+        "k is nested; must be a plain",
+    ),
     ({"k": torch.zeros(KV, device="meta")}, ValueError, "q is on cpu and k on meta; must be on one device"),
     ({"k": (2, 8, 2, 16), "v": (2, 8, 2, 16)}, ValueError, "q has batch 1 and k has 2; must be equal"),
     ({"v": (3, 8, 2, 16)}, ValueError, "q has batch 1 and v has 3; must be equal"),
@@ -65,10 +71,10 @@ MASKS = [
     (
         rf.Documents([8], causal=True),
         ValueError,
-        "Documents: the mask is made for 8 tokens, the sequence has 16; add a",
+        "mask Documents(lengths=(8,), causal=True, padding=0) is made for 8 tokens, the sequence has 16; add a",
     ),
-    (rf.Documents([20], causal=True), ValueError, "Documents: the mask is made for 20 tokens, the sequence has 16"),
-    (rf.Causal() & rf.Documents([15], causal=True), ValueError, "made for 15 tokens, the sequence has 16"),
+    (rf.Documents([20], causal=True), ValueError, "padding=0) is made for 20 tokens, the sequence has 16"),
+    (rf.Causal() & rf.Documents([15], causal=True), ValueError, "is made for 15 tokens, the sequence has 16"),
 ]
 
 
@@ -99,7 +105,14 @@ def test_lengths_per_batch_row_are_refused(lengths):
 
 SETTINGS = [
     ({"score": "plain"}, TypeError, "attention: score is str; must be a Score or None"),
-    ({"length": "16"}, TypeError, "attention: length is str; must be a number of tokens or None"),
+    ({"length": "16"}, TypeError, "attention: length is str; must be an integer >= 0"),
+    ({"length": 16.0}, TypeError, "attention: length is float; must be an integer >= 0"),
+    ({"length": True}, TypeError, "attention: length is bool; must be an integer >= 0"),
+    ({"length": -16}, ValueError, "attention: length = -16; must be >= 0"),
+    ({"query_length": 16.0}, TypeError, "attention: query_length is float; must be an integer >= 0"),
+    ({"backend": ["triton"]}, ValueError, "attention: backend = ['triton']; must be None or one of"),
+    ({"return_lse": 1}, TypeError, "attention: return_lse is int; must be True or False"),
+    ({"score": rf.Score}, TypeError, "attention: score is type; must be a Score or None"),
     ({"deterministic": "yes"}, TypeError, "attention: deterministic is str; must be True, False or None"),
     ({"scale": True}, TypeError, "Score: scale is bool; must be a float or None"),
     ({"ring": "world"}, TypeError, "attention: ring is str; must be a Ring or None"),
@@ -116,7 +129,7 @@ SETTINGS = [
     (
         {"backend": "cuda"},
         ValueError,
-        "backend = 'cuda'; must be None or one of 'triton', 'cudnn', 'flash', 'reference'",
+        "attention: backend = 'cuda'; must be None or one of 'triton', 'cudnn', 'flash', 'reference'",
     ),
     (
         {"length": 15},
@@ -129,19 +142,19 @@ SETTINGS = [
         "attention: rank 0 of 2 holds 8 tokens; Contiguous() gives it 16 of length = 32. Pass the",
     ),
     (
-        {"length": 16, "q": (1, 4, 4, 16)},
+        {"length": 16, "query_length": 9, "q": (1, 3, 4, 16)},
         ValueError,
-        "length = 16 with 4 queries and 8 keys; length is for self-attention",
+        "attention: rank 0 of 2 holds 3 tokens; Contiguous() gives it 4 of query_length = 9. Pass the",
     ),
     (
         {"length": 9, "ring": None},
         ValueError,
-        "attention: length = 9 without a ring, but k has 8 tokens; leave length out",
+        "attention: length = 9 without a ring, where the tensors have 8 tokens; leave length out",
     ),
     (
         {"mask": rf.Documents([16], causal=True), "q": (1, 4, 4, 16)},
         ValueError,
-        "Documents: 8 queries over 16 keys; this mask",
+        "mask Documents(lengths=(16,), causal=True, padding=0): 8 queries over 16 keys; this mask",
     ),
 ]
 
@@ -172,6 +185,6 @@ def test_a_backend_that_was_named_and_cannot_serve_is_an_error_not_a_fallback(na
     with pytest.raises(NotImplementedError) as caught:
         attend(wide, wide, wide, dtype=torch.float64, backend=name)
     text = str(caught.value)
-    assert text.startswith(f"backend '{name}' cannot run this call: ") and text.endswith(
+    assert text.startswith(f"attention: backend '{name}' cannot run this call: ") and text.endswith(
         ". Use backend='reference' or None"
     )

@@ -30,14 +30,21 @@ def test_each_setting_is_passed_on(name):
     )
 
 
-def test_the_backend_setting_is_not_ignored():
-    with pytest.raises(ValueError, match="backend = 'nobody'"):
-        rf.RingAttention(backend="nobody")(*inputs())
-
-
-def test_settings_that_contradict_are_refused_when_called():
-    with pytest.raises(ValueError, match=r"scale = 0.0 and score = Score\(scale=None\); give one"):
-        rf.RingAttention(scale=0.0, score=rf.Score())(*inputs())
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"backend": "nobody"}, ValueError, "backend = 'nobody'"),
+        ({"scale": 0.0, "score": rf.Score()}, ValueError, r"RingAttention: scale = 0.0 and score = .*; give one"),
+        ({"ring": "world"}, TypeError, "RingAttention: ring is str; must be a Ring or None"),
+        ({"mask": "causal"}, TypeError, "RingAttention: mask is str; must be a Mask"),
+        ({"scale": "1"}, TypeError, "scale is str"),
+        ({"score": 0.5}, TypeError, "RingAttention: score is float; must be a Score or None"),
+        ({"deterministic": 1}, TypeError, "RingAttention: deterministic is int; must be True, False or None"),
+    ],
+)
+def test_settings_are_checked_when_the_module_is_made(settings, error, message):
+    with pytest.raises(error, match=message):
+        rf.RingAttention(**settings)
 
 
 def test_a_mask_in_the_call_takes_the_place_of_the_modules_own():

@@ -30,8 +30,8 @@ PUBLIC_NAMES = [
 SIGNATURES = {
     "attention": (
         "(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, mask: Mask | None = None, "
-        "scale: float | None = None, score: Score | None = None, length: int | None = None, backend: str | None = None, "
-        "deterministic: bool | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
+        "scale: float | None = None, score: Score | None = None, length: int | None = None, query_length: int | None = None, "
+        "backend: str | None = None, deterministic: bool | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
     ),
     "plan": (
         "(mask: Mask, layout: Layout, length: int, rank: int = 0, ranks: int = 1, query_length: int | None = None) -> Plan"

@@ -1,5 +1,7 @@
 """Ring: what it is made of, which positions it holds, and shard and gather as inverses with honest gradients."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -13,6 +15,8 @@ from tests.rings import LAYOUTS, Untouchable, counted_calls, in_process, mesh_of
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 DTYPES = [torch.int64, torch.bool, torch.bfloat16, torch.float32]
+# What torch cannot index; one entry each of the sizes that exist.
+ODD_DTYPES = [torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64, torch.complex64]
 
 
 def round_trip(ring, length, dtype, dim):
@@ -34,6 +38,52 @@ def test_gather_undoes_shard(ranks, layout):
         for dtype in DTYPES:
             for dim in (0, 1, 2, 3, -1):
                 assert in_process(ranks, layout, round_trip, length, dtype, dim) == [True] * ranks, (length, dtype, dim)
+
+
+def odd_round_trips(ring):
+    """Whether gather(shard(x)) has the bytes of x, for each of ODD_DTYPES."""
+    whole = [torch.arange(1, 8).to(dtype)[None] for dtype in ODD_DTYPES]
+    back = [ring.gather(ring.shard(x), length=7) for x in whole]
+    return [
+        b.dtype == x.dtype and torch.equal(b.view(torch.uint8), x.view(torch.uint8))
+        for b, x in zip(back, whole, strict=True)
+    ]
+
+
+def test_any_type_makes_the_round_trip(workers):
+    assert in_process(3, rf.Zigzag(), odd_round_trips) == [[True] * len(ODD_DTYPES)] * 3
+    assert on_workers(workers, 3, rf.Zigzag(), odd_round_trips) == [[True] * len(ODD_DTYPES)] * 3
+
+
+def copies(ring):
+    """Whether copies are the ring itself, and what pickling says."""
+    with pytest.raises(TypeError, match="Ring: holds a process group, which cannot be pickled"):
+        pickle.dumps(ring)
+    module = copy.deepcopy(rf.RingAttention(ring=ring))
+    return copy.copy(ring) is ring and module.ring is ring
+
+
+def test_a_copied_model_talks_on_the_same_ring(workers):
+    assert on_workers(workers, 2, rf.Zigzag(), copies) == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda ring: ring.positions(8.0), TypeError, "positions: length is float; must be an integer"),
+        (lambda ring: ring.positions(-8), ValueError, "positions: length = -8; must be >= 0"),
+        (lambda ring: ring.positions(True), TypeError, "positions: length is bool"),
+        (lambda ring: ring.gather(torch.zeros(1, 8), length=8.0), TypeError, "gather: length is float"),
+        (lambda ring: ring.gather(torch.zeros(1, 8), length=9), ValueError, "holds 8 tokens; Zigzag.. gives it 9"),
+        (lambda ring: ring.shard(torch.zeros(1, 8), None), TypeError, "shard: dim is NoneType; must be an integer"),
+        (lambda ring: ring.shard(torch.zeros(1, 8), 2), ValueError, "shard: dim = 2; x of shape .1, 8. has no such"),
+        (lambda ring: ring.shard([1, 2]), TypeError, "shard: x is list; must be a tensor"),
+        (lambda ring: rf.Ring(check=1), TypeError, "Ring: check is int; must be True or False"),
+    ],
+)
+def test_arguments_that_are_no_numbers_or_do_not_fit_are_refused_by_a_ring_of_one_as_well(call, error, message):
+    with pytest.raises(error, match=message):
+        call(rf.Ring())
 
 
 def all_round_trips(ring):

@@ -12,7 +12,11 @@ from tests.rings import Untouchable, in_process, on_workers
 PLAIN = {"batch": 1, "tokens": 8, "heads": (4, 2), "dim": 16, "value_dim": 16, "dtype": torch.float32}
 # What rank 1 does otherwise, and what every rank is then told.
 DIFFERENCES = {
-    "tokens": ({"tokens": 7}, "length differs among the ranks of the ring; rank 0: 16, rank 1: 14"),
+    "tokens": (
+        {"tokens": 7},
+        "length differs among the ranks of the ring; rank 0: 16, rank 1: 14. Pass length="
+        " where the ranks hold different numbers of tokens",
+    ),
     "batch": ({"batch": 2}, "batch differs among the ranks of the ring; rank 0: 1, rank 1: 2"),
     "query_heads": ({"heads": (8, 2)}, "query heads differs among the ranks of the ring; rank 0: 4, rank 1: 8"),
     "key_heads": ({"heads": (4, 4)}, "key heads differs among the ranks of the ring; rank 0: 2, rank 1: 4"),
@@ -77,7 +81,11 @@ def test_layouts_that_differ_are_refused():
 @pytest.mark.parametrize(
     ("otherwise", "message"),
     [
-        ({"x": torch.zeros(1, 3)}, "length differs among the ranks of the ring; rank 0: 4, rank 1: 6"),
+        (
+            {"x": torch.zeros(1, 3)},
+            "length differs among the ranks of the ring; rank 0: 4, rank 1: 6. Pass length= where the ranks hold different "
+            "numbers of tokens",
+        ),
         (
             {"x": torch.zeros(3, 2)},
             r"shape without dim differs among the ranks of the ring; rank 0: (1,), rank 1: (3,)",
@@ -134,9 +142,39 @@ def test_the_check_can_be_turned_off():
     assert run(2, step) == [[0, 0]] * 2
 
 
-def test_a_mask_may_change_from_call_to_call_without_another_exchange():
+def test_every_mask_is_compared_once():
     masks = [rf.Full(), rf.Causal(), rf.Documents([9, 7], causal=True), rf.Documents([3, 13], causal=True)]
-    assert in_process(2, rf.Zigzag(), exchanges, [{"mask": mask} for mask in masks]) == [[1, 1, 1, 1]] * 2
+    calls = [{"mask": mask} for mask in (*masks, *masks)]
+    assert in_process(2, rf.Zigzag(), exchanges, calls) == [[1, 2, 3, 4, 4, 4, 4, 4]] * 2
+
+
+def test_what_was_compared_long_ago_is_forgotten_and_compared_again(monkeypatch):
+    """On all ranks at once, for they made the same calls."""
+    monkeypatch.setattr("ringflash.ring.AGREED", 2)
+    windows = [rf.Window(left, 0) for left in (1, 2, 3, 1)]
+    assert in_process(2, rf.Zigzag(), exchanges, [{"mask": mask} for mask in windows]) == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "of_rank", "said"),
+    [
+        ("mask", [rf.Full(), rf.Window(0, 0)], ["Full() [", "Window(left=0, right=0) ["]),
+        ("mask", [rf.Documents([9, 7], causal=True), rf.Documents([7, 9], causal=True)], ["(9, 7)", "(7, 9)"]),
+        ("scale", [0.5, 0.25], ["Score(scale=0.5", "Score(scale=0.25"]),
+    ],
+)
+def test_masks_and_scores_that_differ_are_refused_by_every_rank(name, of_rank, said):
+    """They would give wrong numbers in silence, or a hang where they disagree about the hops."""
+
+    def step(ring):
+        with pytest.raises(ValueError, match="differs among the ranks") as caught:
+            rf.attention(*tensors(**PLAIN), ring=ring, **{name: of_rank[ring.rank]})
+        return str(caught.value)
+
+    texts = in_process(2, rf.Contiguous(), step)
+    assert texts[0] == texts[1]
+    assert f"attention: {'mask' if name == 'mask' else 'score'} differs among the ranks" in texts[0]
+    assert all(part in texts[0] for part in said)
 
 
 def test_what_a_rank_can_see_alone_is_refused_before_any_exchange():

@@ -135,14 +135,19 @@ class Choice:
     refusals: tuple[tuple[str, str], ...]
 
 
+def check_backend(name: object) -> None:
+    """ValueError for a name that no backend has."""
+    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
+        raise ValueError(f"attention: backend = {name!r}; must be None or one of {', '.join(map(repr, BACKENDS))}")
+
+
 @lru_cache(maxsize=256)
 def choose(call: Call, name: str | None = None) -> Choice:
     """The backend named, or the first of the device's preference that does not refuse.
 
     Raises ValueError for an unknown name, NotImplementedError with every reason if nobody can serve.
     """
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"backend = {name!r}; must be None or one of {', '.join(map(repr, BACKENDS))}")
+    check_backend(name)
     refusals: list[tuple[str, str]] = []
     for candidate in PREFERENCE.get(call.device.type, ("reference",)) if name is None else (name,):
         backend, reason = _load(candidate)
@@ -151,7 +156,7 @@ def choose(call: Call, name: str | None = None) -> Choice:
             if reason is None:
                 return Choice(backend, tuple(refusals))
         refusals.append((candidate, str(reason)))
-    reasons = "; ".join(cannot_run(n, reason) for n, reason in refusals)
+    reasons = "attention: " + "; ".join(cannot_run(n, reason) for n, reason in refusals)
     raise NotImplementedError(reasons if name is None else f"{reasons}. {OTHER_BACKENDS}")
 
 

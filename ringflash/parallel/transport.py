@@ -57,7 +57,7 @@ class Transport(ABC):
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        self.agreed: set[object] = set()  # calls whose shapes all ranks have compared; see Ring.agree
+        self.agreed: dict[object, None] = {}  # calls whose shapes all ranks have compared; see Ring.agree
 
     @abstractmethod
     def stream(self, shard: tuple[Tensor, ...], shapes_of: ShapesOf, hops: int, *, returning: bool = False) -> Passage:

@@ -6,17 +6,18 @@ p. The law is closed under `&`: the intersection of two intervals is [max of low
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-# Past every position: "no upper end". Far below the int64 limit, so that sums with positions cannot wrap.
-NO_END = 2**62
+from ringflash.schedule.integers import NO_END, integer, integers
 
 
 class Mask(ABC):
@@ -31,11 +32,25 @@ class Mask(ABC):
         """Tokens of the only sequence that this mask fits, or None if it fits any."""
         return None
 
+    def __str__(self) -> str:
+        """As it was made, cut short where it is long: for messages."""
+        return _shortened(repr(self))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is equal for equal masks, in every process, and differs for different ones."""
+        whole = repr(self)
+        return f"{_shortened(whole)} [{hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()}]"
+
     def __and__(self, other: Mask) -> Mask:
         """Keys that both masks show."""
         if not isinstance(other, Mask):
             return NotImplemented
         return intersect(self, other)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _closed(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,8 +87,8 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ValueError(f"Window: {name} = {value!r}; must be None (unbounded) or a number of tokens >= 0")
+            if value is not None:
+                object.__setattr__(self, name, integer(f"Window: {name}", value))
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         p = positions[None]
@@ -97,28 +112,27 @@ class Documents(Mask):
     padding: int
 
     def __init__(self, lengths: Iterable[int] | Tensor, *, causal: bool, padding: int = 0) -> None:
-        object.__setattr__(self, "lengths", tuple(_host_integers("Documents: lengths", lengths)))
+        object.__setattr__(self, "lengths", tuple(integers("Documents: lengths", lengths)))
         if not isinstance(causal, bool):
             raise TypeError(f"Documents: causal is {type(causal).__name__}; must be True or False")
         object.__setattr__(self, "causal", causal)
-        object.__setattr__(self, "padding", _host_integers("Documents: padding", [padding])[0])
+        object.__setattr__(self, "padding", integer("Documents: padding", padding))
         for i, n in enumerate(self.lengths):
             if n < 0:
                 raise ValueError(f"Documents: lengths[{i}] = {n}; lengths must be >= 0")
-        if self.padding < 0:
-            raise ValueError(f"Documents: padding = {self.padding}; must be >= 0 tokens")
 
     @classmethod
     def from_cu_seqlens(
         cls, cu_seqlens: Iterable[int] | Tensor, *, causal: bool, length: int | None = None
     ) -> Documents:
         """From cumulative lengths [0, n0, n0 + n1, ...]; tokens up to `length` after the last border are padding."""
-        borders = _host_integers("Documents: cu_seqlens", cu_seqlens)
+        borders = integers("Documents: cu_seqlens", cu_seqlens)
         if not borders or borders[0] != 0:
             raise ValueError(f"Documents: cu_seqlens = {borders[:8]}; must start with 0")
         lengths = [b - a for a, b in pairwise(borders)]
         if min(lengths, default=0) < 0:
             raise ValueError(f"Documents: cu_seqlens = {borders[:8]}...; must not decrease")
+        length = None if length is None else integer("Documents: length", length)
         if length is not None and length < borders[-1]:
             raise ValueError(f"Documents: cu_seqlens end at {borders[-1]}, past length = {length}")
         return cls(lengths, causal=causal, padding=0 if length is None else length - borders[-1])
@@ -126,7 +140,7 @@ class Documents(Mask):
     @classmethod
     def from_position_ids(cls, position_ids: Iterable[int] | Tensor, *, causal: bool) -> Documents:
         """From positions of the whole sequence that restart at 0 with each document; each must count up by one."""
-        ids = _host_integers("Documents: position_ids", position_ids)
+        ids = integers("Documents: position_ids", position_ids)
         starts = [i for i, p in enumerate(ids) if p == 0]
         if ids and (not starts or starts[0] != 0):
             raise ValueError(f"Documents: position_ids start with {ids[0]}; the first document must start at 0")
@@ -135,7 +149,7 @@ class Documents(Mask):
                 raise ValueError(
                     f"Documents: position_ids[{i}] = {p} after {ids[i - 1]}; ids count up by 1 or restart at 0"
                 )
-        return cls([b - a for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)], causal=causal)
+        return cls([b - a for a, b in pairwise([*starts, len(ids)])], causal=causal)
 
     @property
     def length(self) -> int:
@@ -186,19 +200,3 @@ def intersect(a: Mask, b: Mask) -> Mask:
     if len(parts) <= 1:
         return parts[0] if parts else Full()
     return Intersection(tuple(parts))
-
-
-def _host_integers(name: str, values: Iterable[int] | Tensor) -> list[int]:
-    """A list of Python ints from a list, tuple, numpy array or tensor of one axis and any integer type."""
-    if isinstance(values, Tensor):
-        if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(
-                f"{name}: a tensor of shape {tuple(values.shape)} and {values.dtype}; must be 1-D and integer"
-            )
-        return cast(list[int], values.tolist())
-    numbers = []
-    for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name}: holds {value!r} of type {type(value).__name__}; must be integers")
-        numbers.append(int(value.__index__()))
-    return numbers

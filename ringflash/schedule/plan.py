@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Layout
 from ringflash.schedule.mask import Mask
 from ringflash.schedule.tiles import Bounds
@@ -124,26 +125,36 @@ def shard_positions(layout: Layout, length: int, rank: int, ranks: int) -> Tenso
     return layout.positions(length, rank, ranks)
 
 
-# Enough for the mask kinds of one model times a few batches in flight; a million tokens of bounds are 16 MB each.
-@lru_cache(maxsize=32)
 def plan(
     mask: Mask, layout: Layout, length: int, rank: int = 0, ranks: int = 1, query_length: int | None = None
 ) -> Plan:
     """The cached plan of `rank` for a sequence of `length` tokens on `ranks` ranks.
 
     query_length: tokens of the query sequence where it is not the key sequence (cross attention).
-    Raises ValueError if the mask is made for another length.
+    Raises TypeError for wrong types, ValueError for wrong values and if the mask is made for another length.
     """
-    query_length = length if query_length is None else query_length
-    if not 0 <= rank < ranks:
+    if not isinstance(mask, Mask):
+        raise TypeError(f"plan: mask is {type(mask).__name__}; must be a Mask such as Causal()")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"plan: layout is {type(layout).__name__}; must be a Layout such as Zigzag()")
+    length = integer("plan: length", length)
+    query_length = length if query_length is None else integer("plan: query_length", query_length)
+    ranks = integer("plan: ranks", ranks, least=1)
+    rank = integer("plan: rank", rank)
+    if rank >= ranks:
         raise ValueError(f"plan: rank = {rank}; must be in [0, {ranks})")
-    if length < 0:
-        raise ValueError(f"plan: length = {length}; must be >= 0 tokens")
-    name = type(mask).__name__
     if mask.length is not None and mask.length != length:
         missing = length - mask.length
         remedy = f"; add a document or padding={missing}" if missing > 0 else ""
-        raise ValueError(f"{name}: the mask is made for {mask.length} tokens, the sequence has {length}{remedy}")
+        raise ValueError(f"mask {mask} is made for {mask.length} tokens, the sequence has {length}{remedy}")
     if mask.length is not None and query_length != length:
-        raise ValueError(f"{name}: {query_length} queries over {length} keys; this mask is for self-attention only")
+        raise ValueError(
+            f"mask {mask}: {query_length} queries over {length} keys; this mask is for self-attention only"
+        )
+    return _plan(mask, layout, length, rank, ranks, query_length)
+
+
+# Enough for the mask kinds of one model times a few batches in flight; a million tokens of bounds are 16 MB each.
+@lru_cache(maxsize=32)
+def _plan(mask: Mask, layout: Layout, length: int, rank: int, ranks: int, query_length: int) -> Plan:
     return Plan(mask, layout, length, rank, ranks, query_length)

@@ -48,8 +48,8 @@ def attend_sharded(
         return x if ring is None else ring.shard(x)
 
     local = [cut(x.detach()).detach().clone().requires_grad_() for x in (q, k, v)]
-    if ring is not None and q.shape[1] == k.shape[1]:
-        options.setdefault("length", q.shape[1])
+    if ring is not None:
+        options = {"length": k.shape[1], "query_length": q.shape[1]} | options
     result = attention(*local, ring=ring, return_lse=True, **options)
     assert isinstance(result, tuple)
     out, lse = result

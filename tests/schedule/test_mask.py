@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,23 @@ def test_cu_seqlens_leave_the_rest_of_the_length_as_padding():
     assert rf.Documents.from_cu_seqlens([0, 7], causal=False, length=8) == rf.Documents([7], causal=False, padding=1)
 
 
+def test_integers_of_numpy_are_integers():
+    assert rf.Window(np.int32(3), np.int64(0)) == rf.Window(3, 0)
+    assert rf.Documents(np.array([3, 5], np.uint16), causal=True) == rf.Documents([3, 5], causal=True)
+
+
+def test_no_position_ids_are_no_documents():
+    assert rf.Documents.from_position_ids([], causal=True) == rf.Documents([], causal=True)
+
+
+def test_a_message_names_a_long_mask_shortly_and_its_fingerprint_holds_all_of_it():
+    packed = [list(range(1, 500)), [*range(1, 499), 500]]
+    a, b = (rf.Documents(lengths, causal=True) for lengths in packed)
+    assert len(str(a)) < 120 and str(a) == str(b)
+    assert a.fingerprint != b.fingerprint
+    assert a.fingerprint == rf.Documents(packed[0], causal=True).fingerprint
+
+
 def test_restarting_position_ids_are_document_borders():
     assert rf.Documents.from_position_ids([0, 1, 2, 0, 0, 1], causal=True) == rf.Documents([3, 1, 2], causal=True)
 
@@ -49,8 +67,14 @@ def test_restarting_position_ids_are_document_borders():
     ("make", "error", "message"),
     [
         (lambda: rf.Window(-1, 0), ValueError, "left = -1"),
-        (lambda: rf.Window(1.5, 0), ValueError, "left = 1.5"),
-        (lambda: rf.Window(0, True), ValueError, "right = True"),
+        (lambda: rf.Window(1.5, 0), TypeError, "Window: left is float; must be an integer >= 0"),
+        (lambda: rf.Window(0, True), TypeError, "Window: right is bool; must be an integer >= 0"),
+        (lambda: rf.Window(10**30, 0), ValueError, r"left = 10+; must be >= 0 and < 2\*\*62"),
+        (lambda: rf.Documents(8, causal=True), TypeError, "lengths: is int; must be a list, tuple, array or tensor"),
+        (lambda: rf.Documents({8, 3}, causal=True), TypeError, "lengths: is set; must be a list"),
+        (lambda: rf.Documents({8: 3}, causal=True), TypeError, "lengths: is dict; must be a list"),
+        (lambda: rf.Documents([3], causal=True, padding=1.0), TypeError, "padding is float; must be an integer"),
+        (lambda: rf.Documents.from_cu_seqlens([0, 3], causal=True, length=True), TypeError, "length is bool"),
         (lambda: rf.Documents([3, -1], causal=True), ValueError, r"lengths\[1\] = -1"),
         (lambda: rf.Documents([3.0], causal=True), TypeError, "holds 3.0 of type float"),
         (lambda: rf.Documents(torch.tensor([3.0]), causal=True), TypeError, "float32; must be 1-D and integer"),

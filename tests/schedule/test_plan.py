@@ -1,5 +1,6 @@
 """Laws of the schedule, for drawn layouts, masks, lengths and ranks, against plain definitions by positions."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -195,3 +196,26 @@ def test_tiles_of_bounds_that_differ_over_the_batch_are_refused():
     lo = torch.zeros(2, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match="2 batch rows"):
         Bounds(lo, lo + 2, 4).tiles()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("causal", rf.Zigzag(), 8), TypeError, "plan: mask is str; must be a Mask"),
+        ((rf.Full(), 1, 8), TypeError, "plan: layout is int; must be a Layout"),
+        ((rf.Full(), rf.Zigzag(), 8.0), TypeError, "plan: length is float; must be an integer"),
+        ((rf.Full(), rf.Zigzag(), -1), ValueError, "plan: length = -1; must be >= 0"),
+        ((rf.Full(), rf.Zigzag(), 8, 0, 0), ValueError, "plan: ranks = 0; must be >= 1"),
+        ((rf.Full(), rf.Zigzag(), 8, 2, 2), ValueError, r"plan: rank = 2; must be in \[0, 2\)"),
+        ((rf.Full(), rf.Zigzag(), 8, True, 2), TypeError, "plan: rank is bool; must be an integer"),
+    ],
+)
+def test_what_is_no_plan_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        rf.plan(*arguments)
+
+
+def test_equal_numbers_of_any_integer_type_share_a_plan_of_python_ints():
+    torch_length, numpy_length = torch.tensor(8), np.int32(8)
+    assert rf.plan(rf.Full(), rf.Zigzag(), torch_length) is rf.plan(rf.Full(), rf.Zigzag(), numpy_length)
+    assert type(rf.plan(rf.Full(), rf.Zigzag(), numpy_length).length) is int
