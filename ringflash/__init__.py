@@ -1,27 +1,35 @@
 """ringflash: exact attention over sequences cut across GPUs."""
 
 from ringflash.attention import attention
-from ringflash.kernels.backend import Score
+from ringflash.kernels.score import Score
 from ringflash.module import RingAttention
 from ringflash.ring import Ring
-from ringflash.schedule.layout import Contiguous, Layout, Striped, Zigzag
-from ringflash.schedule.mask import Causal, Documents, Full, Mask, Window
+from ringflash.schedule.documents import Documents, Padding
+from ringflash.schedule.layout import Balanced, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
+from ringflash.schedule.mask import Causal, Chunked, FirstKeys, Full, Mask, Prefix, Union, Window
 from ringflash.schedule.plan import Plan, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Balanced",
     "Causal",
+    "Chunked",
     "Contiguous",
+    "DocumentZigzag",
     "Documents",
+    "FirstKeys",
     "Full",
     "Layout",
     "Mask",
+    "Padding",
     "Plan",
+    "Prefix",
     "Ring",
     "RingAttention",
     "Score",
     "Striped",
+    "Union",
     "Window",
     "Zigzag",
     "attention",

@@ -6,14 +6,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ringflash.kernels.backend import OTHER_BACKENDS, Call, Score, cannot_run, check_backend, choose
+from ringflash.kernels.backend import OTHER_BACKENDS, Call, cannot_run, check_backend, choose
+from ringflash.kernels.score import Score
 from ringflash.parallel.function import RingAttentionFunction, Work, last_stride_one
 from ringflash.parallel.inprocess import Alone
-from ringflash.ring import Ring
+from ringflash.ring import Ring, check_plain
 from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Contiguous
-from ringflash.schedule.mask import Full, Mask
+from ringflash.schedule.mask import Full, Mask, Union
 from ringflash.schedule.plan import Plan, plan
 
 
@@ -23,7 +25,7 @@ def attention(
     v: Tensor,
     *,
     ring: Ring | None = None,
-    mask: Mask | None = None,
+    mask: Mask | Union | None = None,
     scale: float | None = None,
     score: Score | None = None,
     length: int | None = None,
@@ -38,9 +40,11 @@ def attention(
         multiple of Hk, and query head h uses key head h // (Hq // Hk). With a ring these are this rank's shards, as
         Ring.shard cuts them.
     ring: the ranks that share the sequence; None is this device alone.
-    mask: which keys a query sees; None is Full(). Where Sq and Sk differ the last query stands at the last key.
+    mask: which keys a query sees; None is Full(), which is not causal. Where q and k are of different lengths the last
+        query stands at the last key.
     scale: factor of the scores, None is D**-0.5; or score: a Score with all that is done to the scores, not both.
-    length: tokens of the whole sequence, where the ranks do not divide it; None is ranks times the local length.
+    length: tokens of the whole sequence; None is that of the layout or mask where they know it, else ranks times the
+        local length.
     query_length: tokens of the whole sequence of queries, where it is another one (cross attention); None is `length`
         where q and k hold equally many tokens here, else ranks times the local length.
     backend: "triton", "cudnn", "flash" or "reference" insists on that one; None takes the best that can serve the call.
@@ -60,26 +64,47 @@ def attention(
     Source: Liu et al., arXiv:2310.01889 (ring); Dao, arXiv:2307.08691 (local kernels).
     """
     _check_tensors(q, k, v)
+    _check_transforms(q, k, v)
     check_settings("attention", ring, mask, scale, score, backend, deterministic)
     if not isinstance(return_lse, bool):
         raise TypeError(f"attention: return_lse is {type(return_lse).__name__}; must be True or False")
     mask = Full() if mask is None else mask
     score = (Score(scale=scale) if score is None else score).resolve(q.shape[-1])
+    score.check(q)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    call = Call(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score, deterministic)
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, score.sinks) if x is not None)
+    call = Call(
+        q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score.factor, score.terms, deterministic,
+        needs_dlse=return_lse and is_trained,
+    )  # fmt: skip
     chosen = choose(call, backend).backend
-    the_plan = _plan(q, k, ring, mask, length, query_length)
-    reason = chosen.refuses_mask(the_plan)
-    if reason is not None:
-        raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
+    plans = _plans(q, k, ring, mask, length, query_length)
+    for reason in (chosen.refuses_mask(the_plan) for the_plan in plans):
+        if reason is not None:
+            raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
     if ring is not None:
-        ring.agree("attention", _facts(q, k, v, the_plan, chosen.name, score))
-    work = Work(the_plan, score, chosen, Alone() if ring is None else ring.transport, deterministic)
-    out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), work)
+        ring.agree("attention", _facts(q, k, v, plans, chosen.name, score, is_trained))
+    work = Work(plans, score, chosen, Alone() if ring is None else ring.transport, deterministic)
+    out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), score.sinks, work)
     return (out, lse) if return_lse else out
 
 
 _MASK_HINT = "Boolean and additive mask tensors are not supported: say the rule, for example Causal() & Window(1023, 0)"
+
+
+def _check_transforms(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """They would differentiate what a ring does in ways that it does not know."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "attention: called inside a torch.func transform (grad, vjp, jvp, vmap, ...); only backward() and "
+            "torch.autograd.grad can differentiate it"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"attention: {name} carries a forward-mode tangent; only backward() and torch.autograd.grad can "
+                "differentiate it"
+            )
 
 
 def check_settings(
@@ -92,7 +117,7 @@ def check_settings(
     deterministic: object,
 ) -> None:
     """What can be said of the settings without tensors: TypeError for wrong types, ValueError for contradictions."""
-    if mask is not None and not isinstance(mask, Mask):
+    if mask is not None and not isinstance(mask, (Mask, Union)):
         raise TypeError(f"{caller}: mask is {type(mask).__name__}; must be a Mask such as Causal(). {_MASK_HINT}")
     if ring is not None and not isinstance(ring, Ring):
         raise TypeError(f"{caller}: ring is {type(ring).__name__}; must be a Ring or None")
@@ -106,28 +131,36 @@ def check_settings(
         raise TypeError(f"{caller}: deterministic is {type(deterministic).__name__}; must be True, False or None")
 
 
-def _plan(q: Tensor, k: Tensor, ring: Ring | None, mask: Mask, length: int | None, query_length: int | None) -> Plan:
-    Sq, Sk = q.shape[1], k.shape[1]
+def _plans(
+    q: Tensor, k: Tensor, ring: Ring | None, mask: Mask | Union, length: int | None, query_length: int | None
+) -> tuple[Plan, ...]:
+    B, Sq, Sk = q.shape[0], q.shape[1], k.shape[1]
+    parts = mask.parts if isinstance(mask, Union) else (mask,)
+    for part in parts:
+        if part.batch not in (None, B):
+            raise ValueError(f"attention: mask {part} is made for {part.batch} batch rows, q has {B}")
     if ring is None:
         for name, given, held in (("length", length, Sk), ("query_length", query_length, Sq)):
             if given is not None and integer(f"attention: {name}", given) != held:
                 raise ValueError(
                     f"attention: {name} = {given} without a ring, where the tensors have {held} tokens; leave {name} out"
                 )
-        return plan(mask, Contiguous(), Sk, query_length=Sq)
+        return tuple(plan(part, Contiguous(), Sk, query_length=Sq) for part in parts)
+    if length is None:
+        known = (ring.layout.length, *(part.length for part in parts))
+        length = next((number for number in known if number is not None), None)
     N = ring.whole_length("attention", Sk, length)
-    if query_length is None and Sq == Sk:
-        return plan(mask, ring.layout, N, ring.rank, ring.ranks)
-    return plan(
-        mask, ring.layout, N, ring.rank, ring.ranks, ring.whole_length("attention", Sq, query_length, "query_length")
-    )
+    M = N if query_length is None and Sq == Sk else ring.whole_length("attention", Sq, query_length, "query_length")
+    return tuple(plan(part, ring.layout, N, ring.rank, ring.ranks, M) for part in parts)
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, the_plan: Plan, backend: str, score: Score) -> dict[str, object]:
+def _facts(
+    q: Tensor, k: Tensor, v: Tensor, plans: tuple[Plan, ...], backend: str, score: Score, is_trained: bool
+) -> dict[str, object]:
     """What must be alike on all ranks for their messages to fit and their results to be of one attention."""
     return {
-        "length": the_plan.length,
-        "query length": the_plan.query_length,
+        "length": plans[0].length,
+        "query length": plans[0].query_length,
         "batch": q.shape[0],
         "query heads": q.shape[2],
         "key heads": k.shape[2],
@@ -135,18 +168,16 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, the_plan: Plan, backend: str, score:
         "value_dim": v.shape[3],
         "dtype": str(q.dtype),
         "backend": backend,
-        "score": str(score),
-        "mask": the_plan.mask.fingerprint,
+        "score": score.fact,
+        "mask": " | ".join(the_plan.mask.fingerprint for the_plan in plans),
+        # A rank without a backward would leave the others waiting in theirs.
+        "whether a gradient is needed": is_trained,
     }
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"attention: {name} is {type(x).__name__}; must be a tensor")
-        if x.layout != torch.strided or x.is_nested or hasattr(x, "device_mesh"):
-            kind = "a DTensor" if hasattr(x, "device_mesh") else "nested" if x.is_nested else str(x.layout)
-            raise TypeError(f"attention: {name} is {kind}; must be a plain tensor of this rank's tokens")
+        check_plain(f"attention: {name}", x)
         if x.dim() != 4:
             raise ValueError(
                 f"attention: {name} has shape {tuple(x.shape)}; must have 4 axes [batch, tokens, heads, dim]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from ringflash.parallel.inprocess import Alone
 from ringflash.parallel.peer import PeerTransport
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.integers import integer
-from ringflash.schedule.layout import Layout, Zigzag
+from ringflash.schedule.layout import Layout, Zigzag, cut
 from ringflash.schedule.plan import shard_positions
 
 # Calls remembered as compared, the oldest forgotten first: packed batches bring new masks for ever. Every rank makes the
@@ -35,9 +35,10 @@ class Ring:
         `rank` counts inside the group.
     layout: how a sequence is cut; Zigzag balances causal attention.
     transport: "peer" (send and receive on the group; the default), or a Transport, in which case group stays None.
-    check: compare shapes, types, mask, score and layout among the ranks on the first call with each (one small exchange,
-        on NCCL a wait for the device); a difference then raises the same error on every rank instead of a hang or wrong
-        numbers. The same on every rank.
+    check: True compares shapes, types, mask, score and layout among the ranks on the first call with each (one small
+        exchange, on NCCL a wait for the device); a difference then raises the same error on every rank. What it cannot
+        see are ranks that fall out of step later, each with a call that is already known: "always" compares every call,
+        to find such a fault; False never does. The same on every rank.
 
     A copy of a Ring is the same Ring, for a copied model talks on the same wire; a process group cannot be pickled.
 
@@ -47,7 +48,7 @@ class Ring:
 
     transport: Transport
     layout: Layout
-    check: bool
+    check: bool | Literal["always"]
 
     def __init__(
         self,
@@ -55,13 +56,13 @@ class Ring:
         *,
         layout: Layout | None = None,
         transport: str | Transport | None = None,
-        check: bool = True,
+        check: bool | Literal["always"] = True,
     ) -> None:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise TypeError(f"Ring: layout is {layout!r}; must be a Layout such as Zigzag()")
-        if not isinstance(check, bool):
-            raise TypeError(f"Ring: check is {type(check).__name__}; must be True or False")
+        if not isinstance(check, bool) and check != "always":
+            raise TypeError(f'Ring: check is {check!r}; must be True, False or "always"')
         object.__setattr__(self, "transport", _wire(group, transport))
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "check", check)
@@ -85,6 +86,10 @@ class Ring:
     def __reduce__(self) -> Any:
         raise TypeError("Ring: holds a process group, which cannot be pickled; save the model's state_dict instead")
 
+    def with_layout(self, layout: Layout) -> Ring:
+        """The same ranks and wire under another layout, for layouts that change with the batch, such as Balanced."""
+        return Ring(layout=layout, transport=self.transport, check=self.check)
+
     def positions(self, length: int) -> Tensor:
         """Global positions of this rank's tokens of a sequence of `length`: int64 [S_local] on the CPU, increasing."""
         length = integer("positions: length", length)
@@ -102,7 +107,7 @@ class Ring:
     def gather(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor:
         """The whole sequence from every rank's part: the inverse of `shard`.
 
-        length: tokens of the whole sequence; needed where the ranks do not divide it.
+        length: tokens of the whole sequence; needed where the ranks do not divide it and the layout does not know it.
         Differentiable: each rank computes the same loss from the whole, and its part gets the gradient that it would
         have in one process, not ranks times that.
         """
@@ -120,8 +125,14 @@ class Ring:
 
         length: what the caller was told, as its argument `name`.
         """
-        N = local * self.ranks if length is None else integer(f"{caller}: {name}", length)
-        expected = shard_positions(self.layout, N, self.rank, self.ranks).numel()
+        known = self.layout.length
+        if length is None:
+            N = local * self.ranks if known is None else known
+        else:
+            N = integer(f"{caller}: {name}", length)
+        if known not in (None, N):
+            raise ValueError(f"{caller}: {name} = {N}, but the ring's {self.layout} is made for {known} tokens")
+        expected = cut(self.layout, N, self.ranks).shard_lengths[self.rank]
         if expected != local:
             raise ValueError(
                 f"{caller}: rank {self.rank} of {self.ranks} holds {local} tokens; {self.layout} gives it {expected} of "
@@ -130,13 +141,16 @@ class Ring:
         return N
 
     def agree(self, caller: str, facts: dict[str, Any]) -> None:
-        """Raise on every rank if `facts`, which decide what is sent, differ among the ranks. Once per set of facts."""
+        """Raise on every rank if `facts`, which decide what is sent, differ among the ranks. Once per set of facts.
+
+        "call" is among them, for a rank may be in another function than its neighbour.
+        """
         if not self.check or self.ranks == 1:
             return
-        facts = {**facts, "layout": str(self.layout)}
-        key = (caller, tuple(facts.items()))
+        facts = {"call": caller, **facts, "layout": str(self.layout)}
+        key = tuple(facts.items())
         agreed = self.transport.agreed
-        if key in agreed:
+        if key in agreed and self.check != "always":
             return
         everyone: list[Any] = self.transport.all_gather_object(facts)
         for name in facts:
@@ -178,12 +192,24 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
     return PeerTransport(group)
 
 
-def _axis(caller: str, x: Tensor, dim: int) -> int:
+def check_plain(name: str, x: object) -> None:
+    """TypeError for what is no tensor, or one whose entries do not lie in strides."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{caller}: x is {type(x).__name__}; must be a tensor")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{caller}: dim is {type(dim).__name__}; must be an integer")
-    if not -x.dim() <= dim < x.dim():
+        raise TypeError(f"{name} is {type(x).__name__}; must be a tensor")
+    kinds = {
+        "nested": x.is_nested,
+        "a DTensor": hasattr(x, "device_mesh"),
+        "quantized": x.is_quantized,
+        str(x.layout): x.layout != torch.strided,
+    }
+    for kind in (kind for kind, is_so in kinds.items() if is_so):
+        raise TypeError(f"{name} is {kind}; must be a plain tensor of this rank's own")
+
+
+def _axis(caller: str, x: Tensor, dim: int) -> int:
+    check_plain(f"{caller}: x", x)
+    dim = integer(f"{caller}: dim", dim, least=-x.dim())
+    if dim >= x.dim():
         raise ValueError(f"{caller}: dim = {dim}; x of shape {tuple(x.shape)} has no such axis")
     return dim % x.dim()
 
@@ -207,10 +233,13 @@ _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _as_plain(x: Tensor) -> Tensor:
     """The same bytes as a type that can be indexed: float8 and wide unsigned integers cannot."""
+    x = x.resolve_conj().resolve_neg()
     return x if x.is_complex() else x.view(_PLAIN[x.dtype.itemsize])
 
 
 class _Shard(torch.autograd.Function):
+    """Its gradient is the gathered one, and that of a gathered one is its shard: both can be differentiated again."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring, dim: int) -> Tensor:
         ctx.cut = (ring, dim, x.shape[dim])
@@ -218,7 +247,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return _collect(dx, *ctx.cut), None, None
+        return _Gather.apply(dx, *ctx.cut), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -229,4 +258,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
-        return _take(dx, *ctx.cut), None, None, None
+        return _Shard.apply(dx, *ctx.cut), None, None, None

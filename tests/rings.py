@@ -18,6 +18,7 @@ from ringflash.parallel.transport import Transport
 from ringflash.schedule.plan import plan
 from ringflash.testing.oracle import dense_gradients
 from ringflash.testing.sharded import attend_sharded, draw
+from tests.philox import kept_pairs
 
 LAYOUTS = [rf.Contiguous(), rf.Zigzag(), rf.Striped()]
 
@@ -40,12 +41,20 @@ def masks(length):
         "documents_full": rf.Documents(packed, causal=False),
         "documents_padded": rf.Documents([third, length - third - 3], causal=True, padding=3),
         "documents_window": rf.Documents(packed, causal=True) & rf.Window(4, 0),
+        "prefix": rf.Prefix(third),
+        "chunked": rf.Chunked(5) & rf.Causal(),
+        "first_and_window": rf.FirstKeys(2) & rf.Causal() | rf.Window(4, 0),
     }
 
 
-def dense(problem, *, mask=None, scale=None):
+def dense(problem, *, mask=None, scale=None, score=None):
     """What the oracle says about `draw(**problem)`."""
-    return dense_gradients(**draw(**problem), mask=rf.Full() if mask is None else mask, scale=scale)
+    inputs = draw(**problem)
+    kept = None
+    if score is not None and score.dropout:
+        (B, Sq, Hq, _), Sk = inputs["q"].shape, inputs["k"].shape[1]
+        kept = kept_pairs(score.seed, score.dropout, B, Hq, Sq, Sk)
+    return dense_gradients(**inputs, mask=rf.Full() if mask is None else mask, scale=scale, score=score, kept=kept)
 
 
 def probe(length, *, dim=4, dtype=torch.float64):
@@ -178,17 +187,23 @@ class NotedInFlight(InFlight):
 
     def wait(self):
         self.note()
-        return self.in_flight.wait()
+        self.in_flight.wait()
 
 
 def note_messages(transport, events):
-    """From now on the transport notes ("start", bytes sent) and ("wait", bytes received) of each message."""
+    """From now on the transport notes ("start", bytes sent) and ("wait", bytes received) of each exchange that has any."""
     exchange = transport.exchange
 
-    def noted(send, to, receive, source):
-        events.append(("start", send.numel() * send.itemsize))
-        received = ("wait", receive.numel() * receive.itemsize)
-        return NotedInFlight(exchange(send, to, receive, source), lambda: events.append(received))
+    def size(messages):
+        return sum(x.numel() * x.itemsize for x, _ in messages)
+
+    def note(what, messages):
+        if messages:
+            events.append((what, size(messages)))
+
+    def noted(sends, receives):
+        note("start", sends)
+        return NotedInFlight(exchange(sends, receives), lambda: note("wait", receives))
 
     transport.exchange = noted
 
@@ -217,8 +232,8 @@ def work_of(ring, mask, length):
     q, k = torch.randn(2, 1, here.positions.numel(), 2, 4, dtype=torch.bfloat16)
     v = torch.full_like(k, float(ring.rank))
     recorder = Recorder(events)
-    work = Work(plan=here, score=rf.Score(0.5), backend=recorder, transport=ring.transport, deterministic=False)
-    out, _ = RingAttentionFunction.apply(*(x.requires_grad_() for x in (q, k, v)), work)
+    work = Work(plans=(here,), score=rf.Score(0.5), backend=recorder, transport=ring.transport, deterministic=False)
+    out, _ = RingAttentionFunction.apply(*(x.requires_grad_() for x in (q, k, v)), None, work)
     after_forward = len(events)
     out.sum().backward()
     return events[:after_forward], events[after_forward:], recorder.kept

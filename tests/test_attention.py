@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import ringflash as rf
 from ringflash.testing.compare import assert_all_close, assert_close
@@ -145,14 +146,47 @@ def test_creating_a_graph_does_not_change_the_first_derivative():
     assert all(map(torch.equal, with_graph, torch.autograd.grad(loss, (q, k, v))))
 
 
+TRANSFORMS = {
+    "vmap": lambda f, q, k, v: torch.func.vmap(f)(q[None], k[None], v[None]),
+    "grad": lambda f, q, k, v: torch.func.grad(lambda x: f(x, k, v).sum())(q),
+    "vjp": lambda f, q, k, v: torch.func.vjp(f, q, k, v),
+    "jvp": lambda f, q, k, v: torch.func.jvp(partial(f, k=k, v=v), (q,), (q,)),
+    "jacrev": lambda f, q, k, v: torch.func.jacrev(f)(q, k, v),
+}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_forward_mode_and_batching_transforms_are_errors():
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_function_transforms_are_refused_by_name(name):
     """R46."""
     q, k, v = (x.detach() for x in local_inputs())
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.vmap(rf.attention)(q[None], k[None], v[None])
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.jvp(partial(rf.attention, k=k, v=v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match="attention: called inside a torch.func transform"):
+        TRANSFORMS[name](rf.attention, q, k, v)
+
+
+def test_forward_mode_derivatives_are_errors():
+    """R46."""
+    q, k, v = (x.detach() for x in local_inputs())
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="attention: q carries a forward-mode tangent"),
+    ):
+        rf.attention(forward_ad.make_dual(q, q), k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_does_not_round_what_is_inside(dtype):
+    """Types are what the inputs have; the reference's fp32 products stay fp32."""
+    inputs = draw(queries=64, heads=(2, 2), dim=16, dtype=dtype)
+
+    def results():
+        tensors = [inputs[name].clone().requires_grad_() for name in ("q", "k", "v")]
+        out, lse = rf.attention(*tensors, mask=rf.Causal(), return_lse=True)
+        return [out, lse, *torch.autograd.grad(out, tensors, inputs["dout"])]
+
+    plain = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, results(), plain))
 
 
 def as_stored(kind, x):

@@ -68,13 +68,15 @@ MASKS = [
     ("causal", TypeError, "mask is str; must be a Mask such as Causal()"),
     (rf.Causal, TypeError, "must be a Mask such as Causal()"),
     (True, TypeError, "mask is bool; must be a Mask"),
+    (rf.Documents([8], causal=True), ValueError, "rank 0 of 2 holds 8 tokens; Contiguous() gives it 4 of length = 8"),
     (
-        rf.Documents([8], causal=True),
+        rf.Documents([20], causal=True),
         ValueError,
-        "mask Documents(lengths=(8,), causal=True, padding=0) is made for 8 tokens, the sequence has 16; add a",
+        "rank 0 of 2 holds 8 tokens; Contiguous() gives it 10 of length = 20",
     ),
-    (rf.Documents([20], causal=True), ValueError, "padding=0) is made for 20 tokens, the sequence has 16"),
-    (rf.Causal() & rf.Documents([15], causal=True), ValueError, "is made for 15 tokens, the sequence has 16"),
+    (rf.Causal() & rf.Documents([15], causal=True), ValueError, "gives it 7 of length = 15. Pass the whole sequence's"),
+    (rf.Documents([[16], [16]], causal=True), ValueError, "is made for 2 batch rows, q has 1"),
+    (rf.Padding.right([16, 3], length=16), ValueError, "is made for 2 batch rows, q has 1"),
 ]
 
 
@@ -93,14 +95,23 @@ def test_causality_cannot_be_asked_for_beside_a_mask():
 
 
 @pytest.mark.parametrize(
-    "lengths", [[[16], [9], [1]], torch.tensor([[16, 0], [9, 7], [1, 15]])], ids=["lists", "tensor"]
+    ("mask", "message"),
+    [
+        (
+            rf.Documents([8], causal=True),
+            "mask Documents(lengths=(8,), causal=True, padding=0) is made for 8 tokens, the sequence has 16; add a",
+        ),
+        (rf.Documents([20], causal=True), "padding=0) is made for 20 tokens, the sequence has 16"),
+        (
+            rf.Causal() & rf.Documents([15], causal=True),
+            "is made for 15 tokens, the sequence has 16; add a document or pad",
+        ),
+    ],
 )
-def test_lengths_per_batch_row_are_refused(lengths):
-    """R21: one packing serves all rows of a batch."""
-    with pytest.raises(TypeError, match=r"Documents: lengths: .*must be"):
-        rf.Documents(lengths, causal=True)
-    with pytest.raises(TypeError, match=r"Documents: cu_seqlens: .*must be"):
-        rf.Documents.from_cu_seqlens(lengths, causal=True)
+def test_a_mask_for_another_length_than_was_said_is_refused(mask, message):
+    with pytest.raises(ValueError, match="is made for") as caught:
+        attend(mask=mask, length=16)
+    assert message in str(caught.value)
 
 
 SETTINGS = [
@@ -119,9 +130,21 @@ SETTINGS = [
     (
         {"scale": 0.5, "score": rf.Score(0.5)},
         ValueError,
-        "attention: scale = 0.5 and score = Score(scale=0.5); give one",
+        "attention: scale = 0.5 and score = Score(scale=0.5, softcap=None",
     ),
-    ({"scale": 0.0, "score": rf.Score()}, ValueError, "attention: scale = 0.0 and score = Score(scale=None); give one"),
+    (
+        {"scale": 0.0, "score": rf.Score()},
+        ValueError,
+        "attention: scale = 0.0 and score = Score(scale=None, softcap=None",
+    ),
+    ({"scale": 10**400}, ValueError, "Score: scale is too large; must be finite"),
+    ({"score": rf.Score(alibi=[0.5])}, ValueError, "attention: score.alibi has 1 slopes; q has 4 heads"),
+    ({"score": rf.Score(sinks=torch.zeros(2))}, ValueError, "attention: score.sinks has 2 entries; q has 4 heads"),
+    (
+        {"score": rf.Score(sinks=torch.zeros(4, device="meta"))},
+        ValueError,
+        "attention: score.sinks is on meta and q on cpu; must be on one",
+    ),
     ({"scale": float("nan")}, ValueError, "Score: scale = nan; must be finite"),
     ({"scale": float("inf")}, ValueError, "Score: scale = inf; must be finite"),
     ({"scale": "0.5"}, TypeError, "Score: scale is str; must be a float or None"),
@@ -188,3 +211,33 @@ def test_a_backend_that_was_named_and_cannot_serve_is_an_error_not_a_fallback(na
     assert text.startswith(f"attention: backend '{name}' cannot run this call: ") and text.endswith(
         ". Use backend='reference' or None"
     )
+
+
+SCORES = [
+    ({"softcap": 0.0}, ValueError, "softcap = 0.0; must be > 0"),
+    ({"softcap": -1}, ValueError, "softcap = -1.0; must be > 0"),
+    ({"softcap": "30"}, TypeError, "softcap is str; must be a float or None"),
+    ({"softcap": True}, TypeError, "softcap is bool"),
+    ({"alibi": 0.5}, TypeError, "alibi is float; must be a list, tuple or tensor of slopes"),
+    ({"alibi": []}, TypeError, "alibi is list; must be a list, tuple or tensor of slopes, one per head"),
+    ({"alibi": [0.5, None]}, TypeError, r"alibi\[1\] is NoneType; must be a float"),
+    ({"alibi": [0.5, float("inf")]}, ValueError, r"alibi\[1\] = inf; must be finite"),
+    ({"alibi": torch.zeros(2, 2)}, ValueError, r"alibi has shape \(2, 2\); must be one slope per query head"),
+    ({"alibi": torch.zeros(2, requires_grad=True)}, NotImplementedError, "alibi requires a gradient"),
+    ({"sinks": [0.0]}, TypeError, "sinks is list; must be a tensor"),
+    ({"sinks": torch.zeros(2, 2)}, ValueError, r"sinks has shape \(2, 2\)"),
+    ({"sinks": torch.zeros(2).int()}, ValueError, "sinks has shape .2,. and torch.int32; must be .Hq. and"),
+    ({"dropout": 1.0, "seed": 1}, ValueError, r"dropout = 1.0; must be in \[0, 1\)"),
+    ({"dropout": -0.1, "seed": 1}, ValueError, "dropout = -0.1"),
+    ({"dropout": 0.1}, ValueError, "dropout = 0.1 and seed = None; dropout needs a seed"),
+    ({"seed": 1}, ValueError, "dropout = 0.0 and seed = 1; dropout needs a seed, and a seed is for dropout"),
+    ({"dropout": 0.1, "seed": 1.5}, TypeError, "seed is float; must be an integer"),
+    ({"dropout": 0.1, "seed": -1}, ValueError, "seed = -1; must be >= 0"),
+    ({"dropout": None}, TypeError, "dropout is NoneType; must be a float"),
+]
+
+
+@pytest.mark.parametrize(("terms", "error", "message"), SCORES, ids=[str(terms)[:40] for terms, _, _ in SCORES])
+def test_scores_that_make_no_sense_are_refused_when_they_are_made(terms, error, message):
+    with pytest.raises(error, match=f"Score: {message}"):
+        rf.Score(**terms)

@@ -89,3 +89,19 @@ def test_the_module_has_no_weights_and_no_state_and_says_its_settings():
     module = rf.RingAttention(mask=rf.Window(3, 0), scale=0.5)
     assert list(module.parameters()) == list(module.buffers()) == [] and module.state_dict() == {}
     assert "mask=Window(left=3, right=0), scale=0.5, score=None, backend=None" in repr(module)
+
+
+def test_dropout_follows_train_and_eval_and_takes_a_seed_per_call():
+    """R47."""
+    module = rf.RingAttention(score=rf.Score(dropout=0.5, seed=1))
+    dropped = module(*inputs())
+    assert torch.equal(dropped, rf.attention(*inputs(), score=rf.Score(dropout=0.5, seed=1)))
+    assert torch.equal(module(*inputs(), seed=2), rf.attention(*inputs(), score=rf.Score(dropout=0.5, seed=2)))
+    assert not torch.equal(module(*inputs(), seed=2), dropped)
+    plain = module.eval()(*inputs(), seed=2)
+    assert torch.equal(plain, rf.attention(*inputs()))
+
+
+def test_a_seed_without_dropout_is_refused():
+    with pytest.raises(ValueError, match="RingAttention: seed = 3, but its score has no dropout; leave seed out"):
+        rf.RingAttention()(*inputs(), seed=3)

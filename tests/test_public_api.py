@@ -10,17 +10,24 @@ import pytest
 import ringflash
 
 PUBLIC_NAMES = [
+    "Balanced",
     "Causal",
+    "Chunked",
     "Contiguous",
+    "DocumentZigzag",
     "Documents",
+    "FirstKeys",
     "Full",
     "Layout",
     "Mask",
+    "Padding",
     "Plan",
+    "Prefix",
     "Ring",
     "RingAttention",
     "Score",
     "Striped",
+    "Union",
     "Window",
     "Zigzag",
     "attention",
@@ -29,26 +36,34 @@ PUBLIC_NAMES = [
 
 SIGNATURES = {
     "attention": (
-        "(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, mask: Mask | None = None, "
-        "scale: float | None = None, score: Score | None = None, length: int | None = None, query_length: int | None = None, "
-        "backend: str | None = None, deterministic: bool | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
+        "(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, mask: Mask | Union | None = None, "
+        "scale: float | None = None, score: Score | None = None, length: int | None = None, "
+        "query_length: int | None = None, backend: str | None = None, deterministic: bool | None = None, "
+        "return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
     ),
     "plan": (
         "(mask: Mask, layout: Layout, length: int, rank: int = 0, ranks: int = 1, query_length: int | None = None) -> Plan"
     ),
-    "Documents": "(lengths: Iterable[int] | Tensor, *, causal: bool, padding: int = 0) -> None",
+    "Documents": "(lengths: Iterable[Any] | Tensor, *, causal: bool, padding: int | Sequence[int] | Tensor = 0) -> None",
     "Ring": (
         "(group: dist.ProcessGroup | DeviceMesh | None = None, *, layout: Layout | None = None, "
-        "transport: str | Transport | None = None, check: bool = True) -> None"
+        'transport: str | Transport | None = None, check: "bool | Literal[always]" = True) -> None'
     ),
     "Ring.gather": "(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor",
     "Ring.positions": "(self, length: int) -> Tensor",
     "Ring.shard": "(self, x: Tensor, dim: int = 1) -> Tensor",
     "RingAttention": (
-        "(*, ring: Ring | None = None, mask: Mask | None = None, scale: float | None = None, score: Score | None = None, "
-        "backend: str | None = None, deterministic: bool | None = None) -> None"
+        "(*, ring: Ring | None = None, mask: Mask | Union | None = None, scale: float | None = None, "
+        "score: Score | None = None, backend: str | None = None, deterministic: bool | None = None) -> None"
     ),
-    "Score": "(scale: float | None = None) -> None",
+    "Padding": (
+        "(start: int | Sequence[int] | Tensor, stop: int | Sequence[int] | Tensor, *, length: int, "
+        "keys_only: bool = False) -> None"
+    ),
+    "Score": (
+        "(scale: float | None = None, softcap: float | None = None, alibi: tuple[float, ...] | None = None, "
+        "sinks: Tensor | None = None, dropout: float = 0.0, seed: int | None = None) -> None"
+    ),
     "Window": "(left: int | None, right: int | None) -> None",
 }
 

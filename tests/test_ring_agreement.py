@@ -160,7 +160,7 @@ def test_what_was_compared_long_ago_is_forgotten_and_compared_again(monkeypatch)
     [
         ("mask", [rf.Full(), rf.Window(0, 0)], ["Full() [", "Window(left=0, right=0) ["]),
         ("mask", [rf.Documents([9, 7], causal=True), rf.Documents([7, 9], causal=True)], ["(9, 7)", "(7, 9)"]),
-        ("scale", [0.5, 0.25], ["Score(scale=0.5", "Score(scale=0.25"]),
+        ("scale", [0.5, 0.25], ["scale=0.5", "scale=0.25"]),
     ],
 )
 def test_masks_and_scores_that_differ_are_refused_by_every_rank(name, of_rank, said):
@@ -175,6 +175,57 @@ def test_masks_and_scores_that_differ_are_refused_by_every_rank(name, of_rank, s
     assert texts[0] == texts[1]
     assert f"attention: {'mask' if name == 'mask' else 'score'} differs among the ranks" in texts[0]
     assert all(part in texts[0] for part in said)
+
+
+def test_a_ring_that_always_compares_finds_ranks_that_fall_out_of_step():
+    """Both masks are known to both ranks, and one rank is a step behind."""
+
+    def step(member):
+        ring = rf.Ring(transport=member, check="always")
+        for mask in (rf.Full(), rf.Causal()):
+            rf.attention(*tensors(**PLAIN), ring=ring, mask=mask)
+        with pytest.raises(ValueError, match="mask differs among the ranks") as caught:
+            rf.attention(*tensors(**PLAIN), ring=ring, mask=rf.Causal() if ring.rank else rf.Full())
+        return str(caught.value)
+
+    assert len(set(run(2, step))) == 1
+
+
+def test_a_rank_that_needs_no_gradient_is_told_apart():
+    """It would run no backward, and the others would wait for it in theirs."""
+
+    def step(ring):
+        q, k, v = tensors(**PLAIN)
+        with pytest.raises(
+            ValueError, match="whether a gradient is needed differs among .*; rank 0: True, rank 1: False"
+        ):
+            rf.attention(q.requires_grad_(ring.rank == 0), k, v, ring=ring)
+
+    in_process(2, rf.Zigzag(), step)
+
+
+def test_seeds_may_differ_in_every_call_without_an_exchange():
+    scores = [rf.Score(dropout=0.1, seed=seed) for seed in range(3)]
+
+    def step(ring):
+        original, count = ring.transport.all_gather_object, []
+        ring.transport.all_gather_object = lambda value: count.append(None) or original(value)
+        for score in scores:
+            rf.attention(*tensors(**PLAIN), ring=ring, score=score)
+        return len(count)
+
+    assert in_process(2, rf.Zigzag(), step) == [1, 1]
+
+
+def test_a_rank_in_another_call_is_told_apart():
+    def step(ring):
+        x = torch.zeros(1, 8, 2, 4)
+        with pytest.raises(
+            ValueError, match="call differs among the ranks of the ring; rank 0: attention, rank 1: gather"
+        ):
+            ring.gather(x) if ring.rank else rf.attention(x, x, x, ring=ring)
+
+    in_process(2, rf.Zigzag(), step)
 
 
 def test_what_a_rank_can_see_alone_is_refused_before_any_exchange():

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import Partial
+from ringflash.kernels.score import Score
 from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds
 
@@ -28,35 +28,12 @@ PREFERENCE = {"cuda": ("triton", "reference"), "cpu": ("reference",)}
 
 
 @dataclass(frozen=True)
-class Score:
-    """What is done to q . k before the softmax.
-
-    scale: factor of the scores; None is 1 / sqrt(head dim), 0.0 is a value and gives the plain average.
-    """
-
-    scale: float | None = None
-
-    def __post_init__(self) -> None:
-        given: object = self.scale  # numpy's floats are welcome, and no subclass of float
-        if given is not None and (isinstance(given, bool) or not isinstance(given, Real)):
-            raise TypeError(f"Score: scale is {type(self.scale).__name__}; must be a float or None")
-        if self.scale is not None and not abs(self.scale) < float("inf"):
-            raise ValueError(f"Score: scale = {self.scale}; must be finite")
-
-    def resolve(self, head_dim: int) -> Score:
-        """The same score with every default filled in."""
-        return self if self.scale is not None else Score(scale=head_dim**-0.5)
-
-    @property
-    def factor(self) -> float:
-        """The scale of a resolved score."""
-        assert self.scale is not None, "Score.resolve() comes first"
-        return float(self.scale)
-
-
-@dataclass(frozen=True)
 class Call:
-    """What a backend must know to say whether it can serve. Heads and dims are those of all inputs of one call."""
+    """What a backend must know to say whether it can serve. Heads and dims are those of all inputs of one call.
+
+    terms: of the score, beside its scale; see Score.terms.
+    needs_dlse: lse is an output that a gradient may come back through.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -64,8 +41,10 @@ class Call:
     key_heads: int
     head_dim: int
     value_dim: int
-    score: Score
+    scale: float
+    terms: frozenset[str]
     deterministic: bool
+    needs_dlse: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +84,10 @@ class Backend(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
     ) -> Partial:
-        """Attention over these keys, merged into `into` (in place) if given. See Partial for shapes."""
+        """Attention over these keys, merged into `into` (in place) if given. See Partial for shapes.
+
+        Sinks are left out: they are merged once, when all keys are done.
+        """
 
     @abstractmethod
     def backward(

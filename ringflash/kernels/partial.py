@@ -51,6 +51,16 @@ class Partial:
         before.out.copy_(merged.out)
         before.lse.copy_(merged.lse)
 
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Count one more key per head that has a score, sinks [Hq], and no value, in place."""
+        sink = sinks.to(self.lse.dtype)
+        peak = torch.maximum(self.lse, sink)
+        pivot = torch.where(peak == -torch.inf, 0.0, peak)
+        seen = torch.exp(self.lse - pivot)
+        total = seen + torch.exp(sink - pivot)
+        self.out.mul_(torch.where(total > 0, seen / total, 0.0)[..., None])
+        self.lse.copy_(torch.where(total > 0, pivot + torch.log(total), -torch.inf))
+
 
 def row_statistic(q: Tensor, dtype: torch.dtype) -> Tensor:
     """Unset [B, Sq, Hq] whose memory is [B, Hq, Sq]: kernels load a block of rows of one head as one vector."""
@@ -94,3 +104,12 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         rows = slice(start, start + DELTA_ROWS)
         total[:, rows] = torch.linalg.vecdot(out[:, rows].to(dtype), dout[:, rows].to(dtype))
     return total if dlse is None else total.sub_(dlse)
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """[Hq], in the type of lse: a sink's share of the softmax takes weight from all values, d out / d sink = -p out.
+
+    lse, delta: [B, Sq, Hq], with the sinks counted in.
+    """
+    p = torch.exp(sinks.to(lse.dtype) - torch.where(lse == -torch.inf, torch.inf, lse))
+    return -(p * delta).sum((0, 1))

@@ -15,8 +15,9 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from ringflash.kernels.backend import Backend, Call, Rows, Score
+from ringflash.kernels.backend import Backend, Call, Rows
 from ringflash.kernels.partial import Partial
+from ringflash.kernels.score import Score
 from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds, Tile
 
@@ -55,12 +56,22 @@ class Vendor(Backend):
             return f"device {call.device} is not {self.device_type}"
         if call.dtype not in self.dtypes:
             return f"dtype {call.dtype} is not one of {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
-        if call.head_dim != call.value_dim:
-            return f"value_dim {call.value_dim} differs from head_dim {call.head_dim}"
         if call.head_dim % 8 or call.head_dim > self.max_head_dim:
             return f"head_dim {call.head_dim} is not a multiple of 8 up to {self.max_head_dim}"
         if call.deterministic:
             return "its backward is not deterministic"
+        return self.refuses_score(call)
+
+    def refuses_score(self, call: Call) -> str | None:
+        """What no vendor kernel can do, on any device."""
+        if call.head_dim != call.value_dim:
+            return f"value_dim {call.value_dim} differs from head_dim {call.head_dim}"
+        if unknown := sorted(call.terms - {"sinks"}):
+            return f"it has no {unknown[0]}"
+        if call.scale <= 0:
+            return f"scale {call.scale} is not positive"  # they hide pairs by -inf before they multiply
+        if call.needs_dlse:
+            return "it cannot differentiate lse, which return_lse=True asks for"
         return None
 
     def refuses_mask(self, plan: Plan) -> str | None:
@@ -101,10 +112,7 @@ class Vendor(Backend):
         dv: Tensor,
         deterministic: bool,
     ) -> None:
-        if rows.has_dlse:
-            raise NotImplementedError(
-                f"backend {self.name!r} cannot differentiate lse. Use backend='triton' or 'reference'"
-            )
+        assert not rows.has_dlse, "refuses() comes first"
         Hk = k.shape[2]
         for piece in _pieces(bounds):
             inputs = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
@@ -184,7 +192,7 @@ class Flash(Vendor):
         if call.device.type == "cpu":
             if call.dtype not in (torch.float32, torch.float64):
                 return f"dtype {call.dtype} is not one of float32, float64 on a CPU"
-            return None if call.head_dim == call.value_dim else f"value_dim {call.value_dim} differs from head_dim"
+            return self.refuses_score(call)
         return super().refuses(call)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

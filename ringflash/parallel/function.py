@@ -6,23 +6,28 @@ transport brings and takes.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringflash.kernels.backend import Backend, Rows, Score
-from ringflash.kernels.partial import Partial, accumulate_dtype, delta
-from ringflash.parallel.transport import Shapes, Transport
+from ringflash.kernels.backend import Backend, Rows
+from ringflash.kernels.partial import Partial, accumulate_dtype, delta, sinks_gradient
+from ringflash.kernels.score import Score
+from ringflash.parallel.transport import Transport
 from ringflash.schedule.plan import Plan
 
 
 @dataclass(frozen=True)
 class Work:
-    """Everything of one call that is not a tensor."""
+    """Everything of one call that is not a tensor.
 
-    plan: Plan
+    plans: one for a mask of intervals, one per part for a union; no two show the same pair.
+    """
+
+    plans: tuple[Plan, ...]
     score: Score
     backend: Backend
     transport: Transport
@@ -31,65 +36,65 @@ class Work:
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
     """Attention of the local queries over the whole sequence, in the accumulate type; see Partial for shapes."""
-    passage = work.transport.stream((k, v), _shapes_of(k, v, work.plan), work.plan.hops)
     partial: Partial | None = None
-    for source, (k_s, v_s) in passage:
-        bounds = work.plan[source]
-        if not bounds.is_empty:
-            partial = work.backend.forward(q, k_s, v_s, bounds, work.score, into=partial)
+    for plan in work.plans:
+        for source, (k_s, v_s) in work.transport.stream((k, v), plan.needs):
+            partial = work.backend.forward(q, k_s, v_s, plan[source], work.score, into=partial)
     return partial or Partial.empty(q, v.shape[-1])
 
 
-def backward_pass(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, work: Work
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local tensors in the accumulate type. Keys travel; dk and dv follow them and come home."""
-    passage = work.transport.stream((k, v), _shapes_of(k, v, work.plan), work.plan.hops, returning=True)
-    rows = Rows(out, dout, lse, delta(out, dout, dlse), has_dlse=dlse is not None)
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
-    for source, (k_s, v_s) in passage:
-        bounds = work.plan[source]
-        if not bounds.is_empty:
+    sums: tuple[Tensor, ...] | None = None
+    for plan in work.plans:
+        passage = work.transport.stream((k, v), plan.needs, returning=True)
+        for source, (k_s, v_s) in passage:
             dk_s, dv_s = passage.gradients()
-            work.backend.backward(q, k_s, v_s, rows, bounds, work.score, dq, dk_s, dv_s, work.deterministic)
-    dk, dv = passage.collect()
+            work.backend.backward(q, k_s, v_s, rows, plan[source], work.score, dq, dk_s, dv_s, work.deterministic)
+        home = passage.collect()
+        sums = home if sums is None else tuple(a.add_(b) for a, b in zip(sums, home, strict=True))
+    assert sums is not None, "a call has at least one plan"
+    dk, dv = sums
     return dq, dk, dv
 
 
-def _shapes_of(k: Tensor, v: Tensor, plan: Plan) -> Any:
-    def shapes_of(source: int) -> Shapes:
-        Sk = plan.shard_length(source)
-        return Shapes(((k.shape[0], Sk, *k.shape[2:]), (v.shape[0], Sk, *v.shape[2:])))
-
-    return shapes_of
-
-
 class RingAttentionFunction(torch.autograd.Function):
-    """(q, k, v) -> (out in q's type, lse in the accumulate type), both differentiable, once."""
+    """(q, k, v, sinks or None) -> (out in q's type, lse in the accumulate type), both differentiable, once."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        partial = forward_pass(q, k, v, work)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work) -> tuple[Tensor, Tensor]:
+        with _as_given(q):
+            partial = forward_pass(q, k, v, work)
+            if sinks is not None:
+                partial.add_sinks(sinks)
         out = partial.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, partial.lse)
+        ctx.save_for_backward(q, k, v, sinks, out, partial.lse)
         ctx.work = work
         ctx.set_materialize_grads(False)
         return out, partial.lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad():
-            # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        with torch.no_grad(), _as_given(q):
             dense_dout = torch.zeros_like(out) if dout is None else last_stride_one(dout)
-            gradients = backward_pass(q, k, v, out, lse, dense_dout, dlse, ctx.work)
+            rows = Rows(out, dense_dout, lse, delta(out, dense_dout, dlse), has_dlse=dlse is not None)
+            # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
+            gradients: list[Tensor | None] = [*backward_pass(q, k, v, rows, ctx.work)]
+            gradients.append(None if sinks is None else sinks_gradient(sinks, lse, rows.delta))
             rounded = [
-                gradient.to(x.dtype) if needed else None
-                for gradient, x, needed in zip(gradients, (q, k, v), ctx.needs_input_grad, strict=False)
+                gradient.to(x.dtype) if needed and gradient is not None else None
+                for gradient, x, needed in zip(gradients, (q, k, v, sinks), ctx.needs_input_grad, strict=False)
             ]
         if torch.is_grad_enabled():  # create_graph=True
-            rounded = [None if x is None else _DifferentiatedOnce.apply(x, q, k, v, dout, dlse) for x in rounded]
+            rounded = [None if x is None else _DifferentiatedOnce.apply(x, q, k, v, sinks, dout, dlse) for x in rounded]
         return (*rounded, None)
+
+
+def _as_given(q: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Types are what the caller chose: autocast would round the fp32 products inside."""
+    return torch.autocast(q.device.type, enabled=False)
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

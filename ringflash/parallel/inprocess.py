@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ringflash.parallel.passage import InFlight, NeighbourTransport
+from ringflash.parallel.passage import InFlight, Message, NeighbourTransport
 
 T = TypeVar("T")
 # A rank that waits longer than this for another one in the same process has lost it.
@@ -32,7 +32,7 @@ class Alone(NeighbourTransport):
     def __init__(self) -> None:
         super().__init__(rank=0, ranks=1)
 
-    def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+    def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
         raise AssertionError("a ring of one rank has no neighbour")
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -68,11 +68,13 @@ class Mailboxes:
 
 
 class MailInFlight(InFlight):
-    def __init__(self, mail: Mailboxes, source: int, rank: int, receive: Tensor) -> None:
-        self._mail, self._source, self._rank, self._receive = mail, source, rank, receive
+    def __init__(self, mail: Mailboxes, rank: int, receives: list[Message]) -> None:
+        self._mail, self._rank, self._receives = mail, rank, receives
 
-    def wait(self) -> Tensor:
-        return self._receive.copy_(self._mail.take(self._source, self._rank))
+    def wait(self) -> None:
+        for buffer, source in self._receives:
+            buffer.copy_(self._mail.take(source, self._rank))
+        self._receives = []
 
 
 class Member(NeighbourTransport):
@@ -82,9 +84,10 @@ class Member(NeighbourTransport):
         super().__init__(rank, ranks)
         self._mail = mail
 
-    def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        self._mail.put(self.rank, to, send.clone())
-        return MailInFlight(self._mail, source, self.rank, receive)
+    def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
+        for message, to in sends:
+            self._mail.put(self.rank, to, message.clone())
+        return MailInFlight(self._mail, self.rank, receives)
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         return self._everyone(x.clone())

@@ -1,7 +1,8 @@
 """A pass around the ring of neighbours, whatever carries a message: `peer` and `inprocess` only differ in `exchange`.
 
-Each hop sends to rank + 1 and receives from rank - 1, so a shard visits the ranks after its owner in order, and so does
-the sum of its gradients: the order of additions is fixed by rank, not by arrival.
+Each hop sends to rank + 1 and receives from rank - 1, so a shard visits the ranks after its owner in order, carrying the
+rows that somebody still to come sees. The sum of its gradients follows, and goes home from the last rank that sees any:
+the order of additions is fixed by rank, not by arrival.
 """
 
 from __future__ import annotations
@@ -12,107 +13,170 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
-from ringflash.parallel.transport import Passage, Shapes, ShapesOf, Transport
+from ringflash.parallel.transport import Parcel, Passage, Transport
+from ringflash.schedule.needs import NOTHING, Needs
+
+# What is sent to, or received into from, a rank.
+Message = tuple[Tensor, int]
 
 
 class InFlight(ABC):
-    """A message on its way: owns what is sent and the buffer received into until `wait` hands the latter over."""
+    """Messages on their way: owns what is sent and the buffers received into until `wait` has seen them through."""
 
     @abstractmethod
-    def wait(self) -> Tensor:
-        """The received message; what was sent may be overwritten from now on."""
+    def wait(self) -> None:
+        """Afterwards the buffers hold what was received, and what was sent may be overwritten."""
 
 
 class NeighbourTransport(Transport):
-    """A transport made of one operation: exchange a message with two other ranks."""
+    """A transport made of one operation: exchange messages with other ranks."""
 
     @abstractmethod
-    def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Start sending `send` to rank `to` and receiving into `receive` from rank `source`; both flat, maybe empty."""
+    def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
+        """Start sending and receiving flat tensors, none of them empty; at most one each way between two ranks."""
 
-    def stream(self, shard: tuple[Tensor, ...], shapes_of: ShapesOf, hops: int, *, returning: bool = False) -> Passage:
-        return NeighbourPassage(self, shard, shapes_of, hops, returning)
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: bool = False) -> Passage:
+        return NeighbourPassage(self, shard, needs, returning)
 
 
 class NeighbourPassage(Passage):
-    """Own shard, then the shard of rank - 1, rank - 2, ..., `hops` of them."""
+    """Own shard, then the shard of rank - 1, rank - 2, ... while anybody in the ring needs one."""
 
-    def __init__(
-        self, wire: NeighbourTransport, shard: tuple[Tensor, ...], shapes_of: ShapesOf, hops: int, returning: bool
-    ) -> None:
-        self._wire, self._shard, self._returning, self._hops = wire, shard, returning, hops
-        self._shapes = [shapes_of(self._source(hop)) for hop in range(hops + 1)]
-        self._hop = 0
-        self._share: Tensor | None = None  # own share of the gradients of the shard now yielded
-        self._sum: InFlight | None = None  # the sum of the ranks before this one for that shard
-        self._home: Tensor | None = None
-
-    def _source(self, hop: int) -> int:
-        return (self._wire.rank - hop) % self._wire.ranks
+    def __init__(self, wire: NeighbourTransport, shard: tuple[Tensor, ...], needs: Needs, returning: bool) -> None:
+        self._wire, self._shard, self._needs = wire, shard, needs
+        self._source = wire.rank  # whose shard is here now
+        self._sums = Sums(wire, shard, needs) if returning else None
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        held, spare = self._message_buffers()
-        for hop in range(self._hops + 1):
-            self._hop = hop
-            coming = self._pass_on(held, spare)
-            yield self._source(hop), self._shard if hop == 0 else self._shapes[hop].views(held)
-            if self._returning:
-                self._pass_on_gradients()
+        rank, needs = self._wire.rank, self._needs
+        held: Tensor | None = None
+        coming: tuple[Tensor | None, InFlight] | None = None
+        for hop in range(needs.hops + 1):
             if coming is not None:
-                coming.wait()
-                held, spare = spare, held
+                held, in_flight = coming
+                in_flight.wait()
+            self._source = (rank - hop) % self._wire.ranks
+            # The next hop starts before anything is computed on this one.
+            coming = self._pass_on(hop, held) if hop < needs.hops else None
+            seen = needs.seen(rank, self._source)
+            if seen != NOTHING:
+                yield self._source, self._rows(hop, held, seen)
+            if self._sums is not None:
+                self._sums.pass_on(hop)
 
-    def _message_buffers(self) -> tuple[Tensor, Tensor]:
-        """Own shard as one message, and a spare. They take turns: a hop receives over what the last one sent.
+    def _parcel(self, source: int, hop: int) -> Parcel:
+        return Parcel.of(self._needs.onward(source, hop), self._shard)
 
-        Both hold the longest shard, for lengths may differ. Without hops nothing is copied.
-        """
-        first = self._shard[0]
-        if self._hops == 0:
-            return first, first
-        longest = max(shapes.numel for shapes in self._shapes)
-        held, spare = first.new_empty(longest), first.new_empty(longest)
-        for view, tensor in zip(self._shapes[0].views(held), self._shard, strict=True):
-            view.copy_(tensor)
-        return held, spare
+    def _rows(self, hop: int, held: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
+        """`rows` of the shard that is here at this hop."""
+        if hop == 0:
+            return tuple(x[:, rows] for x in self._shard)
+        assert held is not None, "what is seen was sent"
+        return self._parcel(self._source, hop).views(held, rows)
 
-    def _pass_on(self, held: Tensor, spare: Tensor) -> InFlight | None:
-        """Start the next hop before anything is computed on this one."""
-        if self._hop == self._hops:
-            return None
-        have, want = self._shapes[self._hop], self._shapes[self._hop + 1]
-        return self._exchange(held, have, 1, spare, want)
+    def _pass_on(self, hop: int, held: Tensor | None) -> tuple[Tensor | None, InFlight]:
+        """Start the next hop: the buffer received into, if anything comes, and the messages."""
+        rank, ranks, like = self._wire.rank, self._wire.ranks, self._shard[0]
+        sends, receives = [], []
+        rows = self._needs.onward(self._source, hop + 1)
+        if rows != NOTHING:
+            sends.append((self._message(hop, held, rows), (rank + 1) % ranks))
+        want = self._parcel((rank - hop - 1) % ranks, hop + 1)
+        buffer = like.new_empty(want.numel) if want.numel else None
+        if buffer is not None:
+            receives.append((buffer, (rank - 1) % ranks))
+        return buffer, self._wire.exchange(sends, receives)
 
-    def _exchange(self, send: Tensor, have: Shapes, distance: int, receive: Tensor, want: Shapes) -> InFlight:
-        rank, ranks = self._wire.rank, self._wire.ranks
-        to, source = (rank + distance) % ranks, (rank - distance) % ranks
-        return self._wire.exchange(send[: have.numel], to, receive[: want.numel], source)
-
-    def _pass_on_gradients(self) -> None:
-        """Add own share to the sum that followed the shard here, and send it on; after the last hop, home."""
-        self.gradients()
-        total, self._share = self._share, None
-        assert total is not None
-        if self._sum is not None:
-            total += self._sum.wait()
-        if self._hops == 0:
-            self._home = total
-            return
-        last = self._hop == self._hops
-        # The sum arriving now belongs to the next hop's shard; at the end it is that of own keys.
-        want = self._shapes[0 if last else self._hop + 1]
-        distance = -self._hops if last else 1
-        self._sum = self._exchange(total, self._shapes[self._hop], distance, total.new_empty(want.numel), want)
-        if last:
-            self._home = self._sum.wait()
+    def _message(self, hop: int, held: Tensor | None, rows: slice) -> Tensor:
+        """`rows` of the shard that is here, flat: as it came where all of it goes on."""
+        if hop > 0 and held is not None and self._needs.onward(self._source, hop) == rows:
+            return held
+        parcel = Parcel.of(rows, self._shard)
+        message = self._shard[0].new_empty(parcel.numel)
+        for view, part in zip(parcel.views(message, rows), self._rows(hop, held, rows), strict=True):
+            view.copy_(part)
+        return message
 
     def gradients(self) -> tuple[Tensor, ...]:
-        shapes = self._shapes[self._hop]
-        if self._share is None:
-            like = self._shard[0]
-            self._share = like.new_zeros(shapes.numel, dtype=accumulate_dtype(like.dtype))
-        return shapes.views(self._share)
+        assert self._sums is not None, "gradients() is for a returning passage"
+        return self._sums.share(self._source)
 
     def collect(self) -> tuple[Tensor, ...]:
-        assert self._home is not None, "collect() comes after the iteration, of a returning passage"
-        return self._shapes[0].views(self._home)
+        assert self._sums is not None, "collect() is for a returning passage"
+        return self._sums.home()
+
+
+class Sums:
+    """The gradients of a pass: those of own rows stay at home, those of others' follow their shard and are sent home."""
+
+    def __init__(self, wire: NeighbourTransport, shard: tuple[Tensor, ...], needs: Needs) -> None:
+        self._wire, self._shard, self._needs = wire, shard, needs
+        dtype = accumulate_dtype(shard[0].dtype)
+        self._own = tuple(x.new_zeros(x.shape, dtype=dtype) for x in shard)
+        self._total: Tensor | None = None  # over the ranks so far, of the shard that is here
+        self._flight: InFlight | None = None  # what the last hop sent and receives
+        self._arriving: Tensor | None = None  # the sum of the ranks before, of the shard that comes next
+        self._returning: Tensor | None = None  # the sum of all other ranks, of own rows
+
+    def share(self, source: int) -> tuple[Tensor, ...]:
+        rows = self._needs.seen(self._wire.rank, source)
+        hop = (self._wire.rank - source) % self._wire.ranks
+        if hop == 0:
+            return tuple(x[:, rows] for x in self._own)
+        return self._gathered(source, hop).views(self._sum_here(source, hop), rows)
+
+    def _gathered(self, source: int, hop: int) -> Parcel:
+        return Parcel.of(self._needs.gathered(source, hop), self._shard)
+
+    def _sum_here(self, source: int, hop: int) -> Tensor:
+        if self._total is None:
+            self._total = self._own[0].new_zeros(self._gathered(source, hop).numel)
+        return self._total
+
+    def pass_on(self, hop: int) -> None:
+        """Add what came from the ranks before, and send the sum on, or home from the last rank that adds to it."""
+        rank, ranks, needs = self._wire.rank, self._wire.ranks, self._needs
+        source, coming = (rank - hop) % ranks, (rank - hop - 1) % ranks
+        self._land()
+        sends, receives = [], []
+        if needs.gathered(source, hop) != NOTHING:
+            total = self._sum_here(source, hop)
+            self._add_arrived(source, hop, total)
+            sends.append((total, source if hop == needs.last(source) else (rank + 1) % ranks))
+        self._total, self._arriving = None, None
+        # What the rank before sends on at this hop belongs to the shard that comes next.
+        if needs.gathered(coming, hop) != NOTHING and hop < needs.last(coming):
+            self._arriving = self._own[0].new_empty(self._gathered(coming, hop).numel)
+            receives.append((self._arriving, (rank - 1) % ranks))
+        if needs.gathered(rank, hop) != NOTHING and hop == needs.last(rank):
+            self._returning = self._own[0].new_empty(self._gathered(rank, hop).numel)
+            receives.append((self._returning, (rank + hop) % ranks))
+        if sends or receives:
+            self._flight = self._wire.exchange(sends, receives)
+
+    def _land(self) -> None:
+        """A hop later: what was sent has lived long enough, and what comes is needed now or may wait in its buffer."""
+        if self._flight is not None:
+            self._flight.wait()
+            self._flight = None
+
+    def _add_arrived(self, source: int, hop: int, total: Tensor) -> None:
+        rows = self._needs.gathered(source, hop - 1)
+        if rows == NOTHING:
+            return
+        assert self._arriving is not None, "what the rank before gathered was sent here"
+        self._add(self._gathered(source, hop).views(total, rows), self._gathered(source, hop - 1), self._arriving, rows)
+
+    def home(self) -> tuple[Tensor, ...]:
+        """The sums of own rows over all ranks."""
+        self._land()
+        if self._returning is not None:
+            rank = self._wire.rank
+            rows = self._needs.gathered(rank, self._needs.last(rank))
+            here = tuple(own[:, rows] for own in self._own)
+            self._add(here, self._gathered(rank, self._needs.last(rank)), self._returning, rows)
+        return self._own
+
+    def _add(self, here: tuple[Tensor, ...], parcel: Parcel, message: Tensor, rows: slice) -> None:
+        for total, part in zip(here, parcel.views(message, rows), strict=True):
+            total += part

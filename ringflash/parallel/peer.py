@@ -9,18 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.parallel.passage import InFlight, NeighbourTransport
+from ringflash.parallel.passage import InFlight, Message, NeighbourTransport
 
 
 class PeerInFlight(InFlight):
-    def __init__(self, works: list[dist.Work], send: Tensor, receive: Tensor) -> None:
-        self._works, self._send, self._receive = works, send, receive
+    def __init__(self, works: list[dist.Work], messages: list[Message]) -> None:
+        self._works, self._messages = works, messages
 
-    def wait(self) -> Tensor:
+    def wait(self) -> None:
         # On NCCL this makes the current stream wait, not the host.
         for work in self._works:
             work.wait()
-        return self._receive
 
 
 class PeerTransport(NeighbourTransport):
@@ -37,14 +36,10 @@ class PeerTransport(NeighbourTransport):
                 f"Ring: global rank {dist.get_rank()} is not in the group {dist.get_process_group_ranks(group)}"
             )
 
-    def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        # Both ends know every length, so an empty message is left out on both.
-        ops = []
-        if send.numel():
-            ops.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
-        if receive.numel():
-            ops.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
-        return PeerInFlight(dist.batch_isend_irecv(ops) if ops else [], send, receive)
+    def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
+        ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x, to in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x, source in receives]
+        return PeerInFlight(dist.batch_isend_irecv(ops) if ops else [], sends + receives)
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         # As bytes, because not every backend takes every type; padded to the longest, because it wants equal lengths.

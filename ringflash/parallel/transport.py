@@ -1,39 +1,48 @@
 """The contract of a transport: stream shards past, take gradients back, and collect whole sequences.
 
-A transport knows ranks and tensors; it knows nothing of attention. `rank` counts inside the ring's group.
+A transport knows ranks, tensors and which rows of whose shard go where; it knows nothing of attention. `rank` counts
+inside the ring's group.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
 
+from ringflash.schedule.needs import Needs
+
 
 @dataclass(frozen=True)
-class Shapes:
-    """How a shard's tensors lie in one flat message. Shard lengths may differ, so sizes follow the source."""
+class Parcel:
+    """Rows [start, stop) of the tensors of a shard, one after another in one flat message.
 
+    shapes: of those parts; rows are axis 1.
+    """
+
+    start: int
     shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, rows: slice, tensors: tuple[Tensor, ...]) -> Parcel:
+        """`rows` of tensors like these, whatever number of rows these have."""
+        return cls(rows.start, tuple((x.shape[0], rows.stop - rows.start, *x.shape[2:]) for x in tensors))
 
     @property
     def numel(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
-    def views(self, message: Tensor) -> tuple[Tensor, ...]:
-        """The tensors inside `message`, which may be longer."""
-        parts, start = [], 0
+    def views(self, message: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        """`rows` of each tensor inside `message`, which may be longer."""
+        parts, begin = [], 0
         for shape in self.shapes:
-            parts.append(message[start : start + prod(shape)].view(shape))
-            start += prod(shape)
+            whole = message[begin : begin + prod(shape)].view(shape)
+            parts.append(whole[:, rows.start - self.start : rows.stop - self.start])
+            begin += prod(shape)
         return tuple(parts)
-
-
-# The shapes of a source's (k, v): all ranks know them by construction.
-ShapesOf = Callable[[int], Shapes]
 
 
 class Passage(ABC):
@@ -41,11 +50,14 @@ class Passage(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield (source, tensors), own shard first. Tensors stay valid until the next one is asked for."""
+        """Yield (source, the rows that this rank sees of each tensor), own shard first; sources not seen are left out.
+
+        Tensors stay valid until the next one is asked for.
+        """
 
     @abstractmethod
     def gradients(self) -> tuple[Tensor, ...]:
-        """What travels with the shard just yielded: tensors of its shapes, in the accumulate type, to add into."""
+        """The sums for what was just yielded: tensors of the same shapes, in the accumulate type, to add into."""
 
     @abstractmethod
     def collect(self) -> tuple[Tensor, ...]:
@@ -60,12 +72,12 @@ class Transport(ABC):
         self.agreed: dict[object, None] = {}  # calls whose shapes all ranks have compared; see Ring.agree
 
     @abstractmethod
-    def stream(self, shard: tuple[Tensor, ...], shapes_of: ShapesOf, hops: int, *, returning: bool = False) -> Passage:
-        """Send own shard around for `hops` hops and receive the others', the next always on its way during compute.
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: bool = False) -> Passage:
+        """Bring to every rank what it sees of the others' shards, the next always on its way during compute.
 
-        shard: this rank's tensors, one dtype, of the shapes `shapes_of(rank)`.
-        hops: the same on every rank.
-        returning: gradients travel with the shards and come home, in their accumulate type.
+        shard: this rank's tensors, of one dtype, rows on axis 1.
+        needs: the same on every rank.
+        returning: gradients of what was seen come home, in their accumulate type.
         """
 
     @abstractmethod

@@ -17,12 +17,10 @@ def integer(name: str, value: object, *, least: int = 0) -> int:
 
     name: what to call it in the error, such as "Window: left".
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {type(value).__name__}; must be an integer >= {least}")
-    try:
-        number = int(cast(Any, value).__index__())
-    except TypeError:  # tensors of several entries or of floats have the method, and refuse
-        raise TypeError(f"{name} is {value!r}; must be an integer >= {least}") from None
+    number = _whole(value)
+    if number is None:
+        kind = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} is {kind}; must be an integer >= {least}")
     if not least <= number < NO_END:
         raise ValueError(f"{name} = {number}; must be >= {least} and < 2**62")
     return number
@@ -30,17 +28,33 @@ def integer(name: str, value: object, *, least: int = 0) -> int:
 
 def integers(name: str, values: Iterable[int] | Tensor) -> list[int]:
     """A list of Python ints from a list, tuple, numpy array or tensor of one axis and any integer type."""
-    if isinstance(values, Tensor):
-        if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+    shaped: Any = values
+    if hasattr(values, "dtype") and hasattr(values, "shape"):  # tensors and numpy arrays
+        is_tensor = isinstance(values, Tensor)
+        if is_tensor and (shaped.layout != torch.strided or shaped.is_nested or shaped.is_meta):
+            raise TypeError(f"{name}: {shaped.layout} on {shaped.device}; must be a plain tensor that holds values")
+        floats = shaped.is_floating_point() or shaped.is_complex() if is_tensor else shaped.dtype.kind not in "iu"
+        if len(shaped.shape) != 1 or floats or shaped.dtype == torch.bool:
             raise TypeError(
-                f"{name}: a tensor of shape {tuple(values.shape)} and {values.dtype}; must be 1-D and integer"
+                f"{name}: an array of shape {tuple(shaped.shape)} and {shaped.dtype}; must be 1-D and integer"
             )
-        return cast(list[int], values.tolist())
+        return cast(list[int], shaped.tolist())
     if isinstance(values, (Set, Mapping, str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name}: is {type(values).__name__}; must be a list, tuple, array or tensor of integers")
     numbers = []
     for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        number = _whole(value)
+        if number is None:
             raise TypeError(f"{name}: holds {value!r} of type {type(value).__name__}; must be integers")
-        numbers.append(int(value.__index__()))
+        numbers.append(number)
     return numbers
+
+
+def _whole(value: object) -> int | None:
+    """`value` as an int, or None for what is no integer: floats, bools of any library, tensors of several entries."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return int(cast(Any, value).__index__())
+    except (TypeError, ValueError, RuntimeError):  # tensors have the method, and refuse if they hold no integer
+        return None

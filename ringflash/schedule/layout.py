@@ -7,38 +7,71 @@ exactly once. Lengths may differ from rank to rank and may be zero; no layout as
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ringflash.schedule.copies import on_cpu
+from ringflash.schedule.cut import Cut
+from ringflash.schedule.documents import Documents
+from ringflash.schedule.mask import Mask
 
 
 class Layout(ABC):
     """One way to cut a sequence; a hashable value. Subclasses are frozen dataclasses."""
 
     @abstractmethod
-    def positions(self, length: int, rank: int, ranks: int) -> Tensor:
-        """Global positions of `rank`, int64 [S_local], strictly increasing, on the CPU.
+    def cut(self, length: int, ranks: int) -> Cut:
+        """A sequence of `length` tokens cut among `ranks`."""
 
-        length: tokens of the whole sequence; 0 <= rank < ranks.
-        """
+    @property
+    def length(self) -> int | None:
+        """Tokens of the only sequence that this layout fits, or None if it fits any."""
+        return None
+
+    def positions(self, length: int, rank: int, ranks: int) -> Tensor:
+        """Global positions of `rank`, int64 [S_local], strictly increasing, on the CPU."""
+        return cut(self, length, ranks).positions(rank)
 
     def shard_length(self, length: int, rank: int, ranks: int) -> int:
-        """Tokens that `rank` holds of a sequence of `length`; equal on all ranks when ranks divides length."""
-        return self.positions(length, rank, ranks).numel()
+        """Tokens that `rank` holds of a sequence of `length`; equal on all ranks where these layouts can make it so."""
+        return cut(self, length, ranks).shard_lengths[rank]
 
 
-def _cut(length: int, piece: int, pieces: int) -> int:
-    """Where the piece starts when a length is cut as evenly as whole numbers allow."""
+LONGEST = 2**31  # positions are int32 in kernels
+
+
+@lru_cache(maxsize=32)
+@on_cpu
+def cut(layout: Layout, length: int, ranks: int) -> Cut:
+    """`layout.cut`, cached."""
+    if length >= LONGEST:
+        raise ValueError(f"a sequence of {length} tokens; must be < 2**31")
+    return layout.cut(length, ranks)
+
+
+def border(length: Any, piece: Any, pieces: int) -> Any:
+    """Where the piece starts when a length is cut as evenly as whole numbers allow; numbers or tensors of them."""
     return piece * length // pieces
+
+
+def _blocks(start: Tensor, owner: Tensor, length: int, ranks: int) -> Cut:
+    """A Cut of blocks in order, of which some may be empty."""
+    is_filled = torch.diff(start, append=start.new_full((1,), length)) > 0
+    return Cut(start[is_filled].int(), owner[is_filled], length, ranks)
 
 
 @dataclass(frozen=True)
 class Contiguous(Layout):
     """Rank r holds the r-th of P pieces. Simple; under a causal mask the last rank works almost twice the mean."""
 
-    def positions(self, length: int, rank: int, ranks: int) -> Tensor:
-        return torch.arange(_cut(length, rank, ranks), _cut(length, rank + 1, ranks))
+    def cut(self, length: int, ranks: int) -> Cut:
+        piece = torch.arange(ranks)
+        return _blocks(border(length, piece, ranks), piece, length, ranks)
 
 
 @dataclass(frozen=True)
@@ -49,11 +82,9 @@ class Zigzag(Layout):
     2 P does not divide it: the rounding of piece r and that of its mirror cancel.
     """
 
-    def positions(self, length: int, rank: int, ranks: int) -> Tensor:
-        mirror = 2 * ranks - 1 - rank
-        first = torch.arange(_cut(length, rank, 2 * ranks), _cut(length, rank + 1, 2 * ranks))
-        second = torch.arange(_cut(length, mirror, 2 * ranks), _cut(length, mirror + 1, 2 * ranks))
-        return torch.cat([first, second])
+    def cut(self, length: int, ranks: int) -> Cut:
+        piece = torch.arange(2 * ranks)
+        return _blocks(border(length, piece, 2 * ranks), torch.minimum(piece, piece.flip(0)), length, ranks)
 
 
 @dataclass(frozen=True)
@@ -63,5 +94,100 @@ class Striped(Layout):
     Source: Brandon et al., arXiv:2311.09431.
     """
 
-    def positions(self, length: int, rank: int, ranks: int) -> Tensor:
-        return torch.arange(rank, max(rank, length), ranks)
+    def cut(self, length: int, ranks: int) -> Cut:
+        first = torch.arange(min(ranks, length))
+        return Cut(first.int(), first, length, ranks, is_striped=True)
+
+
+@dataclass(frozen=True, init=False)
+class DocumentZigzag(Layout):
+    """Every document cut like `Zigzag` cuts a sequence, so that causal documents give every rank the same work.
+
+    documents: the mask, or lengths of the documents; padding after them is cut alike. Shards are of nearly equal length:
+        what does not divide goes to other ranks for each document. Best for few long documents; many short ones are cut
+        more finely than is good for kernels and for planning, where `Balanced` is the layout.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __init__(self, documents: Documents | Iterable[int] | Tensor) -> None:
+        mask = documents if isinstance(documents, Documents) else Documents(documents, causal=True)
+        if mask.batch is not None:
+            raise ValueError(f"DocumentZigzag: {mask} differs over the batch; one layout serves all rows")
+        padding = (mask.padding,) if mask.padding else ()
+        object.__setattr__(self, "lengths", (*mask.lengths, *padding))
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    def cut(self, length: int, ranks: int) -> Cut:
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)[:, None]  # [documents, 1]
+        piece = torch.arange(2 * ranks)
+        start = lengths.cumsum(0) - lengths + border(lengths, piece, 2 * ranks)  # [documents, 2 P]
+        # Rounding favours the ranks of the last pieces: each document deals its pieces from another rank on.
+        dealt = (torch.minimum(piece, piece.flip(0)) + torch.arange(len(self.lengths))[:, None]) % ranks
+        return _blocks(start.flatten(), dealt.flatten(), length, ranks)
+
+
+# Blocks of one rank: with 32 the last one moves its load by 3 % of the mean, and choosing it well leaves far less.
+BLOCKS_PER_RANK = 32
+# Kernels work on 64 rows at once or more; finer blocks would be mostly edges.
+SMALLEST_BLOCK = 64
+# Rows whose work is looked at: enough to know a block of 1/2048 of the sequence to a few per cent.
+SAMPLES = 65536
+
+
+@dataclass(frozen=True)
+class Balanced(Layout):
+    """Blocks dealt to the ranks so that each holds as many tokens and, within 2 %, as many visible pairs under `mask`.
+
+    For packed documents, windows and mixtures, where no fixed pattern is fair. Long sequences are needed for the 2 %:
+    blocks are not made smaller than 64 tokens while there are 4 per rank. `Plan.pairs_per_rank` tells what came out.
+
+    mask: what the sequence will be attended with. length: tokens of the sequence, where the mask does not know it.
+    """
+
+    mask: Mask
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"Balanced: mask is {type(self.mask).__name__}; must be a Mask such as Causal()")
+
+    def __str__(self) -> str:
+        return f"Balanced({self.mask})"
+
+    @property
+    def length(self) -> int | None:
+        return self.mask.length
+
+    def cut(self, length: int, ranks: int) -> Cut:
+        per_rank = max(4, min(BLOCKS_PER_RANK, length // (ranks * SMALLEST_BLOCK)))
+        blocks = per_rank * ranks
+        starts = border(length, torch.arange(blocks + 1), blocks)
+        return _blocks(starts[:-1], _dealt(_work(self.mask, length, starts), ranks), length, ranks)
+
+
+def _dealt(work: Tensor, ranks: int) -> Tensor:
+    """The rank of each block, int64 [blocks]: as many for each, and as equal a sum of `work` as can be had."""
+    owner = torch.empty(work.shape[0], dtype=torch.int64)
+    load = torch.zeros(ranks, dtype=work.dtype)
+    for chosen in work.argsort(descending=True, stable=True).view(-1, ranks):
+        # Every rank gets one block a round: the largest of the round goes to the rank with least so far.
+        receiver = load.argsort(stable=True)
+        owner[chosen] = receiver
+        load[receiver] += work[chosen]
+    return owner
+
+
+def _work(mask: Mask, length: int, starts: Tensor) -> Tensor:
+    """Visible pairs of each block of rows, float64 [blocks], from evenly spaced rows where there are very many."""
+    if length == 0:
+        return torch.zeros(starts.shape[0] - 1, dtype=torch.float64)
+    step = max(1, length // SAMPLES)
+    rows = torch.arange(step // 2, length, step)
+    lo, hi = mask.bounds(rows)
+    pairs = (hi.clamp(0, length) - lo.clamp(0, length)).sum(0).double()
+    sums = torch.nn.functional.pad(pairs.cumsum(0), (1, 0))
+    index = torch.searchsorted(rows, starts)
+    return (sums[index[1:]] - sums[index[:-1]]) * step

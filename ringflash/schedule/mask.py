@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, reduce
 from typing import Any, cast
 
 import torch
@@ -25,12 +24,26 @@ class Mask(ABC):
 
     @abstractmethod
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(lo, hi) of the half-open key interval of each query, int64 [1, Sq], for int64 positions [Sq]."""
+        """(lo, hi) of the half-open key interval of each query, int64 [1 or B, Sq], for int64 positions [Sq]."""
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """(first, past) int64 [1 or B]: no query outside [first, past) sees anything. May be wider than need be."""
+        return torch.tensor([-NO_END]), torch.tensor([NO_END])
 
     @property
     def length(self) -> int | None:
         """Tokens of the only sequence that this mask fits, or None if it fits any."""
         return None
+
+    @property
+    def batch(self) -> int | None:
+        """Batch rows, where the rule differs among them; None where one rule serves all."""
+        return None
+
+    @property
+    def is_for_self_attention(self) -> bool:
+        """Whether the rule speaks of queries and keys as the same tokens."""
+        return False
 
     def __str__(self) -> str:
         """As it was made, cut short where it is long: for messages."""
@@ -48,12 +61,19 @@ class Mask(ABC):
             return NotImplemented
         return intersect(self, other)
 
+    def __or__(self, other: Mask) -> Union:
+        """Keys that either mask shows. Where both show keys, `self` must begin first."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        _fit("|", (self, other))
+        return Union((self, Past(self, other)))
+
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _closed(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+def closed(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
     """Give rows without keys the form lo == hi; both ends stay monotone because max of monotone is monotone."""
     return lo, torch.maximum(lo, hi)
 
@@ -94,77 +114,59 @@ class Window(Mask):
         p = positions[None]
         lo = torch.zeros_like(p) if self.left is None else (p - self.left).clamp_min(0)
         hi = torch.full_like(p, NO_END) if self.right is None else p + self.right + 1
-        return _closed(lo, hi)
+        return closed(lo, hi)
 
 
-@dataclass(frozen=True, init=False)
-class Documents(Mask):
-    """Packed documents: a query sees keys of its own document only, and with causal=True none after itself.
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """Prefix-LM: the first `tokens` see each other in both directions, every later token sees all before it and itself.
 
-    lengths: tokens per document, any list, tuple or integer tensor of one axis; zero-length documents are allowed. A
-    tensor on a GPU is copied to the host here, once, and never again: build the mask once per batch.
-    causal: must be named, for packed data exist in both kinds.
-    padding: tokens after the last document that belong to none; they see nothing and nobody sees them.
+    tokens: >= 0, or one number per batch row.
     """
 
-    lengths: tuple[int, ...]
-    causal: bool
-    padding: int
+    tokens: int | tuple[int, ...]
 
-    def __init__(self, lengths: Iterable[int] | Tensor, *, causal: bool, padding: int = 0) -> None:
-        object.__setattr__(self, "lengths", tuple(integers("Documents: lengths", lengths)))
-        if not isinstance(causal, bool):
-            raise TypeError(f"Documents: causal is {type(causal).__name__}; must be True or False")
-        object.__setattr__(self, "causal", causal)
-        object.__setattr__(self, "padding", integer("Documents: padding", padding))
-        for i, n in enumerate(self.lengths):
-            if n < 0:
-                raise ValueError(f"Documents: lengths[{i}] = {n}; lengths must be >= 0")
-
-    @classmethod
-    def from_cu_seqlens(
-        cls, cu_seqlens: Iterable[int] | Tensor, *, causal: bool, length: int | None = None
-    ) -> Documents:
-        """From cumulative lengths [0, n0, n0 + n1, ...]; tokens up to `length` after the last border are padding."""
-        borders = integers("Documents: cu_seqlens", cu_seqlens)
-        if not borders or borders[0] != 0:
-            raise ValueError(f"Documents: cu_seqlens = {borders[:8]}; must start with 0")
-        lengths = [b - a for a, b in pairwise(borders)]
-        if min(lengths, default=0) < 0:
-            raise ValueError(f"Documents: cu_seqlens = {borders[:8]}...; must not decrease")
-        length = None if length is None else integer("Documents: length", length)
-        if length is not None and length < borders[-1]:
-            raise ValueError(f"Documents: cu_seqlens end at {borders[-1]}, past length = {length}")
-        return cls(lengths, causal=causal, padding=0 if length is None else length - borders[-1])
-
-    @classmethod
-    def from_position_ids(cls, position_ids: Iterable[int] | Tensor, *, causal: bool) -> Documents:
-        """From positions of the whole sequence that restart at 0 with each document; each must count up by one."""
-        ids = integers("Documents: position_ids", position_ids)
-        starts = [i for i, p in enumerate(ids) if p == 0]
-        if ids and (not starts or starts[0] != 0):
-            raise ValueError(f"Documents: position_ids start with {ids[0]}; the first document must start at 0")
-        for i, p in enumerate(ids):
-            if p != 0 and p != ids[i - 1] + 1:
-                raise ValueError(
-                    f"Documents: position_ids[{i}] = {p} after {ids[i - 1]}; ids count up by 1 or restart at 0"
-                )
-        return cls([b - a for a, b in pairwise([*starts, len(ids)])], causal=causal)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", integer_or_rows("Prefix: tokens", self.tokens))
 
     @property
-    def length(self) -> int:
-        return sum(self.lengths) + self.padding
+    def batch(self) -> int | None:
+        return len(self.tokens) if isinstance(self.tokens, tuple) else None
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
-        total = int(ends[-1]) if self.lengths else 0
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        document = torch.searchsorted(ends, positions, right=True)  # padding falls one past the last document
-        lo = starts[document]
-        hi = torch.cat([ends, torch.tensor([total])])[document]
-        if self.causal:
-            hi = torch.minimum(hi, positions + 1)
-        return _closed(lo[None], hi[None])
+        hi = torch.maximum(positions + 1, per_row(self.tokens))
+        return torch.zeros_like(hi), hi
+
+
+@dataclass(frozen=True)
+class Chunked(Mask):
+    """The sequence falls into chunks of `size` tokens, and a query sees its own chunk; with `& Causal()` its past only."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", integer("Chunked: size", self.size, least=1))
+
+    def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        start = positions.div(self.size, rounding_mode="floor")[None] * self.size
+        return start.clamp_min(0), (start + self.size).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class FirstKeys(Mask):
+    """Every query sees the first `tokens` keys, wherever it stands itself: attention sinks that are tokens.
+
+    tokens: >= 0. `FirstKeys(4) & Causal() | Window(1023, 0)` is a window that never loses the first four.
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", integer("FirstKeys: tokens", self.tokens))
+
+    def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        lo = torch.zeros_like(positions)[None]
+        return lo, torch.full_like(lo, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -177,12 +179,75 @@ class Intersection(Mask):
     def length(self) -> int | None:
         return next((m.length for m in self.masks if m.length is not None), None)
 
+    @property
+    def batch(self) -> int | None:
+        return next((m.batch for m in self.masks if m.batch is not None), None)
+
+    @property
+    def is_for_self_attention(self) -> bool:
+        return any(m.is_for_self_attention for m in self.masks)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        firsts, pasts = zip(*(m.rows() for m in self.masks), strict=True)
+        return reduce(torch.maximum, firsts), reduce(torch.minimum, pasts)
+
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         los, his = zip(*(m.bounds(positions) for m in self.masks), strict=True)
-        lo, hi = los[0], his[0]
-        for other_lo, other_hi in zip(los[1:], his[1:], strict=True):
-            lo, hi = torch.maximum(lo, other_lo), torch.minimum(hi, other_hi)
-        return _closed(lo, hi)
+        return closed(reduce(torch.maximum, los), reduce(torch.minimum, his))
+
+
+@dataclass(frozen=True)
+class Past(Mask):
+    """Keys of `second` from the end of `first` on: what `second` adds to `first` where it begins no earlier."""
+
+    first: Mask
+    second: Mask
+
+    @property
+    def length(self) -> int | None:
+        return self.first.length if self.second.length is None else self.second.length
+
+    @property
+    def batch(self) -> int | None:
+        return self.first.batch if self.second.batch is None else self.second.batch
+
+    @property
+    def is_for_self_attention(self) -> bool:
+        return self.first.is_for_self_attention or self.second.is_for_self_attention
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        return self.second.rows()
+
+    def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        first_lo, first_hi = self.first.bounds(positions)
+        lo, hi = self.second.bounds(positions)
+        is_seen = (first_lo < first_hi) & (lo < hi)
+        if bool((is_seen & (first_lo > lo)).any()):
+            raise ValueError(
+                f"mask |: {self.first} begins after {self.second} for some queries; put the mask that begins first first"
+            )
+        return closed(torch.maximum(lo, first_hi), hi)
+
+
+@dataclass(frozen=True)
+class Union:
+    """Keys that any of several masks shows; made by `|`. Not one interval a query: attention() passes once per part.
+
+    parts: masks that never show the same pair. Of `a | b`, a comes first and, wherever both show keys, begins no later.
+    """
+
+    parts: tuple[Mask, ...]
+
+    def __and__(self, other: Mask) -> Union:
+        return Union(tuple(part & other for part in self.parts)) if isinstance(other, Mask) else NotImplemented
+
+    __rand__ = __and__
+
+    def __or__(self, other: Mask) -> Union:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        _fit("|", (*self.parts, other))
+        return Union((*self.parts, reduce(lambda rest, part: Past(part, rest), self.parts, other)))
 
 
 def intersect(a: Mask, b: Mask) -> Mask:
@@ -192,11 +257,31 @@ def intersect(a: Mask, b: Mask) -> Mask:
         for part in mask.masks if isinstance(mask, Intersection) else (mask,):
             if part != Full() and part not in parts:
                 parts.append(part)
-    lengths = {part.length for part in parts} - {None}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"mask &: the two sides are made for different sequence lengths {sorted(map(int, cast(Any, lengths)))}"
-        )
+    _fit("&", parts)
     if len(parts) <= 1:
         return parts[0] if parts else Full()
-    return Intersection(tuple(parts))
+    return Intersection(tuple(sorted(parts, key=repr)))
+
+
+def _fit(operator: str, masks: Sequence[Mask]) -> None:
+    """ValueError for masks that are made for different sequences."""
+    for what in ("length", "batch"):
+        sizes = {getattr(mask, what) for mask in masks} - {None}
+        if len(sizes) > 1:
+            kind = "sequence lengths" if what == "length" else "numbers of batch rows"
+            raise ValueError(f"mask {operator}: the two sides are made for different {kind} {sorted(sizes)}")
+
+
+def integer_or_rows(name: str, value: object) -> int | tuple[int, ...]:
+    """One number for all batch rows, or a tuple with one for each."""
+    if isinstance(value, (Sequence, Tensor)) and not (isinstance(value, Tensor) and value.dim() == 0):
+        numbers = tuple(integer(name, number) for number in integers(name, cast(Any, value)))
+        if not numbers:
+            raise ValueError(f"{name} is empty; must be a number, or one per batch row")
+        return numbers
+    return integer(name, value)
+
+
+def per_row(numbers: int | tuple[int, ...]) -> Tensor:
+    """int64 [1 or B, 1], to meet positions [Sq]."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(-1, 1)

@@ -12,15 +12,17 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from ringflash.schedule.copies import Copies, moved, on_cpu
 from ringflash.schedule.integers import integer
-from ringflash.schedule.layout import Layout
+from ringflash.schedule.layout import LONGEST, Layout, cut
 from ringflash.schedule.mask import Mask
+from ringflash.schedule.needs import NOTHING, Needs, needs
 from ringflash.schedule.tiles import Bounds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of `rank`: `plan[source]` are the Bounds of its queries against the keys of `source`.
+    """The work of `rank`: `plan[source]` are the Bounds of its queries against the keys that it sees of `source`.
 
     length: tokens of the whole key sequence; query_length: of the query sequence, the same but for cross attention,
     where the last query stands at the position of the last key. Get plans from `plan()`, which caches them.
@@ -33,13 +35,27 @@ class Plan:
     ranks: int
     query_length: int
 
+    @cached_property
+    def needs(self) -> Needs:
+        """Which rows of which shard every rank sees, hence what travels; the same on every rank."""
+        return needs(self.mask, self.layout, self.length, self.ranks, self.query_length)
+
+    def keys(self, source: int) -> slice:
+        """Rows of the shard of `source` that are seen from here: the columns of its Bounds."""
+        return self.needs.seen(self.rank, source)
+
     def __getitem__(self, source: int) -> Bounds:
-        if not 0 <= source < self.ranks:
+        source = integer("Plan: source", source)
+        if source >= self.ranks:
             raise IndexError(f"Plan: source = {source}; must be in [0, {self.ranks})")
         if source not in self._bounds:
-            keys = shard_positions(self.layout, self.length, source, self.ranks)
-            lo, hi = (torch.searchsorted(keys, end.contiguous(), out_int32=True) for end in self._global_bounds)
-            self._bounds[source] = Bounds(lo, hi, keys.numel())
+            seen = self.keys(source)
+            self._bounds[source] = Bounds(
+                rows=cut(self.layout, self.query_length, self.ranks).shard_lengths[self.rank],
+                columns=seen.stop - seen.start,
+                ends=lambda device: self._local_bounds(device).get(source) or self._nothing(device),
+                positions=lambda: (self.positions, shard_positions(self.layout, self.length, source, self.ranks)[seen]),
+            )
         return self._bounds[source]
 
     @cached_property
@@ -47,48 +63,63 @@ class Plan:
         """Kept with the plan, so that they and their copies on devices go when the last call that needs them is done."""
         return {}
 
+    def _local_bounds(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
+        """(lo, hi) by source, of all that are seen at once, formed where they are used: a GPU needs a few launches for
+        what takes a host milliseconds.
+        """
+        return self._copies.get("bounds", device, lambda: self._form_bounds(device))
+
+    @on_cpu
+    def _form_bounds(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
+        keys = cut(self.layout, self.length, self.ranks).to(device)
+        sources = torch.tensor(self.sources, dtype=torch.int32)
+        first, past = (x[self.rank, list(self.sources)] for x in (self.needs.first, self.needs.past))
+        lo, hi, sources, first, columns = moved(device, *self._global_bounds, sources, first, past - first)
+        first, columns = first[:, None, None], columns[:, None, None]
+        lo, hi = (torch.minimum((keys.below(x, sources) - first).clamp_min_(0), columns) for x in (lo, hi))
+        return {source: (lo[i], hi[i]) for i, source in enumerate(self.sources)}
+
+    def _nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros(1, self.positions.shape[0], dtype=torch.int32, device=device)
+        return zeros, zeros
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies()
+
     @cached_property
     def positions(self) -> Tensor:
         """Where this rank's queries stand among the keys, int64 [Sq]; negative for queries before the first key."""
         shift = self.length - self.query_length
         return shard_positions(self.layout, self.query_length, self.rank, self.ranks) + shift
 
-    def shard_length(self, source: int) -> int:
-        """Keys that `source` holds."""
-        return shard_positions(self.layout, self.length, source, self.ranks).numel()
-
     @cached_property
+    @on_cpu
     def _global_bounds(self) -> tuple[Tensor, Tensor]:
-        """Ends of each query's interval in global positions, inside [0, length]."""
+        """Ends of each query's interval in global positions, inside [0, length], int32 [1 or B, Sq]."""
         lo, hi = self.mask.bounds(self.positions)
-        return lo.clamp(0, self.length), hi.clamp(0, self.length)
+        if any(bool((end.diff(dim=-1) < 0).any()) for end in (lo, hi)):
+            raise ValueError(f"mask {self.mask}: its bounds decrease from one query to the next, which no mask's may")
+        return lo.clamp(0, self.length).int(), hi.clamp(0, self.length).int()
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """Ranks that own at least one key visible from here."""
-        return tuple(source for source in range(self.ranks) if self._sees(source))
+        return tuple(source for source in range(self.ranks) if self.keys(source) != NOTHING)
 
-    def _sees(self, source: int) -> bool:
-        keys = shard_positions(self.layout, self.length, source, self.ranks)
-        for lo, hi in zip(*self._global_bounds, strict=True):
-            first, past = torch.searchsorted(keys, lo), torch.searchsorted(keys, hi)
-            if bool((first < past).any()):
-                return True
-        return False
-
-    @cached_property
+    @property
     def hops(self) -> int:
         """Hops after which nobody in the ring needs a shard any more; at most ranks - 1, the same on every rank.
 
-        After hop h a rank holds the shard of (rank - h) mod ranks.
+        After hop h a rank holds what is still needed of the shard of (rank - h) mod ranks.
         """
-        return max(((peer.rank - source) % self.ranks for peer in self.peers for source in peer.sources), default=0)
+        return self.needs.hops
 
     @cached_property
     def pairs(self) -> int:
-        """Visible (query, key) pairs of this rank, the measure of its work (per batch row and head)."""
+        """Visible (query, key) pairs of this rank, the measure of its work per head, over all batch rows that differ."""
         lo, hi = self._global_bounds
-        return int((hi - lo).sum())
+        return int((hi - lo).sum(dtype=torch.int64))
 
     @cached_property
     def pairs_per_rank(self) -> tuple[int, ...]:
@@ -101,22 +132,36 @@ class Plan:
         return [replace(self, rank=rank) for rank in range(self.ranks)]
 
     def forward_bytes(self, *, batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
-        """Bytes that this rank sends in one forward pass: K and V of the shard it holds, once per hop."""
-        tokens = sum(self._held(hop) for hop in range(self.hops))
-        return batch * tokens * key_heads * (head_dim + value_dim) * itemsize
+        """Bytes that this rank sends in one forward pass: of K and V, the rows that somebody after it sees."""
+        rows = [self.needs.onward((self.rank - hop) % self.ranks, hop + 1) for hop in range(self.hops)]
+        return _count(rows) * _bytes_of_row(batch, key_heads, head_dim, value_dim, itemsize)
 
     def backward_bytes(
         self, *, batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int, gradient_itemsize: int = 4
     ) -> int:
-        """Bytes that this rank sends in one backward pass: K and V as in forward, dK and dV with them and home."""
+        """Bytes that this rank sends in one backward pass: K and V as in forward, and the gradients of others' rows."""
         keys = self.forward_bytes(
             batch=batch, key_heads=key_heads, head_dim=head_dim, value_dim=value_dim, itemsize=itemsize
         )
-        tokens = sum(self._held(hop) for hop in range(self.hops + 1)) if self.hops else 0
-        return keys + batch * tokens * key_heads * (head_dim + value_dim) * gradient_itemsize
+        rows = [self.needs.gathered((self.rank - hop) % self.ranks, hop) for hop in range(1, self.hops + 1)]
+        return keys + _count(rows) * _bytes_of_row(batch, key_heads, head_dim, value_dim, gradient_itemsize)
 
-    def _held(self, hop: int) -> int:
-        return self.shard_length((self.rank - hop) % self.ranks)
+
+def _bytes_of_row(batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
+    """K and V of one token in all batch rows."""
+    numbers = {
+        "batch": batch,
+        "key_heads": key_heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "itemsize": itemsize,
+    }
+    b, h, d, dv, size = (integer(f"Plan: {name}", number) for name, number in numbers.items())
+    return b * h * (d + dv) * size
+
+
+def _count(rows: list[slice]) -> int:
+    return sum(part.stop - part.start for part in rows)
 
 
 @lru_cache(maxsize=256)
@@ -139,6 +184,8 @@ def plan(
         raise TypeError(f"plan: layout is {type(layout).__name__}; must be a Layout such as Zigzag()")
     length = integer("plan: length", length)
     query_length = length if query_length is None else integer("plan: query_length", query_length)
+    if max(length, query_length) >= LONGEST:
+        raise ValueError(f"plan: length = {max(length, query_length)}; must be < 2**31 tokens")
     ranks = integer("plan: ranks", ranks, least=1)
     rank = integer("plan: rank", rank)
     if rank >= ranks:
@@ -147,7 +194,10 @@ def plan(
         missing = length - mask.length
         remedy = f"; add a document or padding={missing}" if missing > 0 else ""
         raise ValueError(f"mask {mask} is made for {mask.length} tokens, the sequence has {length}{remedy}")
-    if mask.length is not None and query_length != length:
+    for tokens in (length, query_length):
+        if layout.length not in (None, tokens):
+            raise ValueError(f"layout {layout} is made for {layout.length} tokens, the sequence has {tokens}")
+    if mask.is_for_self_attention and query_length != length:
         raise ValueError(
             f"mask {mask}: {query_length} queries over {length} keys; this mask is for self-attention only"
         )

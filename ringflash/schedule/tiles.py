@@ -7,13 +7,17 @@ which know rectangles with straight or slanted edges only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ringflash.schedule.copies import Copies, moved
+
+CPU = torch.device("cpu")
 Edge = Literal["straight", "slanted"]
 
 
@@ -43,21 +47,38 @@ class Tile:
         return "anticausal" if self.high == "straight" else "band"
 
 
+Ends = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class Bounds:
     """For each row the half-open interval of columns it sees: lo <= column < hi.
 
-    lo, hi: int32 [1 or B, rows] on the CPU, both non-decreasing along the rows, 0 <= lo <= hi <= columns.
+    ends: makes (lo, hi) on a device, int32 [1 or B, rows], both non-decreasing along the rows, 0 <= lo <= hi <= columns.
+    positions: makes the global positions (int64 [rows], int64 [columns]) on the CPU, for scores that depend on them.
     Compared by identity: bounds come from the plan cache.
     """
 
-    lo: Tensor
-    hi: Tensor
+    rows: int
     columns: int
+    ends: Callable[[torch.device], Ends]
+    positions: Callable[[], Ends]
+    _copies: Copies = field(default_factory=Copies)
 
-    @property
-    def rows(self) -> int:
-        return self.lo.shape[1]
+    @classmethod
+    def of(cls, lo: Tensor, hi: Tensor, columns: int) -> Bounds:
+        """From (lo, hi) on the CPU, of rows and columns that are positions themselves."""
+        rows = lo.shape[1]
+        positions = torch.arange(rows), torch.arange(columns)
+        return cls(rows, columns, lambda device: _pair(moved(device, lo, hi)), lambda: positions)
+
+    @cached_property
+    def lo(self) -> Tensor:
+        return self.to(CPU)[0]
+
+    @cached_property
+    def hi(self) -> Tensor:
+        return self.to(CPU)[1]
 
     @cached_property
     def pairs(self) -> int:
@@ -66,7 +87,7 @@ class Bounds:
 
     @property
     def is_empty(self) -> bool:
-        return self.pairs == 0
+        return self.columns == 0 or self.pairs == 0
 
     @cached_property
     def is_full(self) -> bool:
@@ -74,34 +95,24 @@ class Bounds:
 
     @cached_property
     def transposed(self) -> Bounds:
-        """The same pairs by columns: the rows that see a column are an interval as well.
+        """The same pairs by columns: the rows that see a column are an interval as well."""
+        return Bounds(self.columns, self.rows, self.columns_to, lambda: self.positions()[::-1])
 
-        Row i sees column j when lo[i] <= j < hi[i]. Both ends are sorted along i, so the first such row comes after all
-        with hi <= j, and the last one before the first with lo > j.
-        """
-        column = torch.arange(self.columns, dtype=torch.int32).expand(self.lo.shape[0], -1).contiguous()
-        lo = torch.searchsorted(self.hi, column, right=True, out_int32=True)
-        hi = torch.searchsorted(self.lo, column, right=True, out_int32=True)
-        return Bounds(lo, torch.maximum(lo, hi), self.rows)
+    def to(self, device: torch.device) -> Ends:
+        """(lo, hi) on a device. Made on the first call only: every layer and step of the same plan shares them."""
+        return self._copies.get("rows", device, lambda: self.ends(device))
 
-    @cached_property
-    def _on_device(self) -> dict[torch.device, tuple[Tensor, Tensor, torch.cuda.Stream, torch.cuda.Event]]:
-        return {}
+    def columns_to(self, device: torch.device) -> Ends:
+        """(lo, hi) of `transposed` on a device, formed there: a search for every key is slow on a host."""
+        return self._copies.get("columns", device, lambda: transpose(*self.to(device), self.columns))
 
-    def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(lo, hi) on a device. Copied on the first call only: every layer and step of the same plan shares the copy."""
-        if device.type != "cuda":
-            return self.lo.to(device), self.hi.to(device)
-        current = torch.cuda.current_stream(device)
-        if device not in self._on_device:
-            # Pinned and non-blocking: a pageable copy would make the host wait for the device.
-            lo, hi = (t.pin_memory().to(device, non_blocking=True) for t in (self.lo, self.hi))
-            self._on_device[device] = (lo, hi, current, current.record_event())
-        lo, hi, copied_on, is_copied = self._on_device[device]
-        # A graph is captured after a warm-up, when the copy is long there; waiting inside the capture is not allowed.
-        if current != copied_on and not torch.cuda.is_current_stream_capturing():
-            current.wait_event(is_copied)
-        return lo, hi
+    def positions_to(self, device: torch.device) -> Ends:
+        """The global positions on a device, int32."""
+        return self._copies.get("positions", device, lambda: _pair(moved(device, *self._positions32())))
+
+    def _positions32(self) -> Ends:
+        rows, columns = self.positions()
+        return rows.int(), columns.int()
 
     def tiles(self) -> list[Tile]:
         """The visible pairs as tiles, each pair in exactly one. Only for bounds that all batch rows share.
@@ -130,6 +141,11 @@ class Bounds:
         return tiles
 
 
+def _pair(tensors: tuple[Tensor, ...]) -> Ends:
+    lo, hi = tensors
+    return lo, hi
+
+
 def _run_end(lo: list[int], hi: list[int], start: int) -> int:
     """First row after `start` where an end leaves the slope, 0 or 1, that it has there, or visibility starts or ends."""
     if start + 1 >= len(lo):
@@ -145,3 +161,15 @@ def _run_end(lo: list[int], hi: list[int], start: int) -> int:
     ):
         stop += 1
     return stop
+
+
+def transpose(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The rows that see each column, int32 [1 or B, columns] where lo and hi are.
+
+    Row i sees column j when lo[i] <= j < hi[i]. Both ends are sorted along i, so the first such row comes after all with
+    hi <= j, and the last one before the first with lo > j.
+    """
+    column = torch.arange(columns, dtype=torch.int32, device=lo.device).expand(lo.shape[0], -1).contiguous()
+    first = torch.searchsorted(hi, column, right=True, out_int32=True)
+    past = torch.searchsorted(lo, column, right=True, out_int32=True)
+    return first, torch.maximum(first, past)

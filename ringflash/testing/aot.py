@@ -27,7 +27,9 @@ from ringflash.kernels.triton.forward import forward_kernel
 from ringflash.kernels.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, Tiles, padded, tiles
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FP32_POINTERS = ("out_ptr", "lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+FP32_POINTERS = ("out_ptr", "lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "slopes_ptr")
+INT_POINTERS = ("lo_ptr", "hi_ptr", "rows_at_ptr", "keys_at_ptr")
+FLOATS, LONGS = ("scale", "softcap", "keep_scale"), ("seed", "threshold")
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ class Variant:
     capability: int
     tiles: Tiles
     flag: tuple[str, bool] | None
+    is_scored: bool = False  # with every term of the score that kernels know
 
     @property
     def name(self) -> str:
         flag = "" if self.flag is None else f" {self.flag[0]}={self.flag[1]}"
+        flag += " scored" if self.is_scored else ""
         return f"{self.kernel.__name__} d{self.head_dim} {SHORT[self.dtype]} sm_{self.capability}{flag}"
 
 
@@ -69,6 +73,10 @@ def variants(capability: int) -> Iterator[Variant]:
     # fp16 compiles like bf16, and a head dim that is padded like the next power of two: one of each together.
     half = torch.float16
     yield Variant(forward_kernel, 96, half, capability, tiles(FORWARD, 96, half, capability), ("INTO", True))
+    forward, key, query = (tiles(t, 128, half, capability) for t in (FORWARD, KEY_GRADIENT, QUERY_GRADIENT))
+    yield Variant(forward_kernel, 128, half, capability, forward, ("INTO", True), is_scored=True)
+    yield Variant(key_gradient_kernel, 128, half, capability, key, ("ADD_DQ", False), is_scored=True)
+    yield Variant(query_gradient_kernel, 128, half, capability, query, None, is_scored=True)
 
 
 def compile_variant(variant: Variant) -> Usage:
@@ -81,6 +89,9 @@ def compile_variant(variant: Variant) -> Usage:
         "BLOCK_DV": padded(variant.head_dim),
         "PRECISION": "bf16x6" if variant.dtype == torch.float32 else "tf32",
     }
+    constants |= dict.fromkeys(("HAS_SOFTCAP", "HAS_ALIBI", "HAS_DROPOUT"), variant.is_scored)
+    if not variant.is_scored:
+        constants |= dict.fromkeys(("slopes_ptr", "rows_at_ptr", "keys_at_ptr"))
     if variant.flag is not None:
         constants[variant.flag[0]] = variant.flag[1]
     signature, attributes = {}, {}
@@ -88,12 +99,14 @@ def compile_variant(variant: Variant) -> Usage:
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            kind = "fp32" if name in FP32_POINTERS else "i32" if name in ("lo_ptr", "hi_ptr") else SHORT[variant.dtype]
+            kind = "fp32" if name in FP32_POINTERS else "i32" if name in INT_POINTERS else SHORT[variant.dtype]
             signature[name] = f"*{kind}"
         else:
-            signature[name] = "fp32" if name == "scale" else "i32"
+            signature[name] = "fp32" if name in FLOATS else "i64" if name in LONGS else "i32"
         # As in real calls: pointers and token strides are multiples of 16.
-        if name.endswith("_ptr") or (name.startswith("stride_") and name != "stride_bounds"):
+        if name not in constants and (
+            name.endswith("_ptr") or (name.startswith("stride_") and name != "stride_bounds")
+        ):
             attributes[(position,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(variant.kernel, signature, constants, attributes),

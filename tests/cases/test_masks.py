@@ -79,7 +79,7 @@ def test_R27_a_key_changes_the_rows_that_may_see_it_and_no_other(ranks, layout):
         return in_process(ranks, layout, partial(attend_sharded, **inputs, mask=rf.Causal()))[0]
 
     before, with_keys, with_rows = attend(plain), attend(keys), attend(rows)
-    sees = visible(rf.Causal(), 32, 32)  # [row, key]
+    sees = visible(rf.Causal(), 32, 32)[0]  # [row, key]
     assert torch.equal(changed(before["out"], with_keys["out"]), sees.T)
     assert torch.equal(changed(before["dv"], with_rows["dv"]), sees)
     assert torch.equal(changed(before["dk"], with_rows["dk"]), sees)

@@ -20,7 +20,7 @@ SMALL = [1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 192, 255, 25
 def by_torch(inputs, mask):
     """Out and gradients of torch's own attention in the inputs' type, for as many queries as keys."""
     q, k, v = (inputs[name].transpose(1, 2).detach().requires_grad_() for name in ("q", "k", "v"))
-    seen = visible(mask, q.shape[2], k.shape[2])
+    seen = visible(mask, q.shape[2], k.shape[2])[0]
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
     gradients = torch.autograd.grad(out, (q, k, v), inputs["dout"].transpose(1, 2))
     return dict(zip(["out", "dq", "dk", "dv"], (x.detach().transpose(1, 2) for x in (out, *gradients)), strict=True))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.kernels.backend import Call, Score, choose
+from ringflash.kernels.backend import Call, choose
+from ringflash.kernels.score import Score
 
 
 def call(**changes):
@@ -15,7 +16,8 @@ def call(**changes):
         "key_heads": 2,
         "head_dim": 64,
         "value_dim": 64,
-        "score": Score(scale=1.0),
+        "scale": 1.0,
+        "terms": frozenset(),
         "deterministic": False,
     }
     return Call(**{**facts, **changes})
@@ -38,8 +40,11 @@ def test_a_gpu_takes_triton_and_keeps_the_reason_when_it_cannot():
     ("name", "changes", "reason"),
     [
         ("triton", {"dtype": torch.float64}, "dtype torch.float64 is not one of"),
-        ("triton", {"head_dim": 8}, r"head_dim 8 is not in \[16, 256\]"),
-        ("triton", {"value_dim": 512}, r"value_dim 512 is not in \[16, 256\]"),
+        ("triton", {"head_dim": 576}, "head_dim 576 is more than 256"),
+        ("triton", {"value_dim": 512}, "value_dim 512 is more than 256"),
+        ("flash", {"terms": frozenset({"sinks", "softcap"})}, "it has no softcap"),
+        ("flash", {"scale": 0.0}, "scale 0.0 is not positive"),
+        ("flash", {"needs_dlse": True}, "it cannot differentiate lse"),
         ("cudnn", {}, "device cpu is not cuda"),
         ("flash", {"value_dim": 32}, "value_dim 32 differs"),
         ("flash", {"dtype": torch.float16}, "dtype torch.float16 is not one of float32, float64 on a CPU"),
@@ -57,7 +62,7 @@ def test_a_gpu_takes_triton_and_keeps_the_reason_when_it_cannot():
     ],
 )
 def test_a_name_means_that_backend_or_an_error(name, changes, reason):
-    with pytest.raises(NotImplementedError, match=f"backend '{name}' cannot run this call: .*{reason}"):
+    with pytest.raises(NotImplementedError, match=f"attention: backend '{name}' cannot run this call: .*{reason}"):
         choose(call(**changes), name)
 
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.kernels.backend import Call, Rows, Score, choose
+from ringflash.kernels.backend import Call, Rows, choose
 from ringflash.kernels.partial import Partial, delta, merge, row_statistic
+from ringflash.kernels.score import Score
 from ringflash.schedule.plan import plan
 from ringflash.testing.compare import TOLERANCE, assert_close, relative_error
 from ringflash.testing.oracle import dense_gradients, visible
 from ringflash.testing.sharded import draw
+from tests.philox import kept_pairs
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -46,15 +48,17 @@ VENDORS = [
 ]
 
 
-def get(target, dim, value_dim=None, heads=(2, 2), scale=None):
+def get(target, dim, value_dim=None, heads=(2, 2), scale=None, score=None):
     """The backend of a target, and the score; fails if it refuses."""
     name, dtype, device = target
-    score = Score(scale=scale).resolve(dim)
-    call = Call(torch.device(device), dtype, *heads, dim, value_dim or dim, score, False)
+    score = (score or Score(scale=scale)).resolve(dim)
+    call = Call(torch.device(device), dtype, *heads, dim, value_dim or dim, score.factor, score.terms, False)
     return choose(call, name).backend, score
 
 
-def attend(target, problem, mask, *, ranks=1, rank=0, layout=None, scale=None, has_dlse=True, deterministic=False):
+def attend(
+    target, problem, mask, *, ranks=1, rank=0, layout=None, scale=None, score=None, has_dlse=True, deterministic=False
+):
     """(results, expected, plain): what the backend makes of one rank's rows, the oracle's, and plain torch's at the dtype.
 
     dk, dv are those of all keys, from this rank's rows only.
@@ -62,11 +66,11 @@ def attend(target, problem, mask, *, ranks=1, rank=0, layout=None, scale=None, h
     _, dtype, device = target
     layout = rf.Contiguous() if layout is None else layout
     x = draw(**problem, dtype=dtype, device=device)
-    Sq, Sk = x["q"].shape[1], x["k"].shape[1]
-    backend, score = get(target, x["q"].shape[3], x["v"].shape[3], (x["q"].shape[2], x["k"].shape[2]), scale)
+    (B, Sq, Hq, D), (_, Sk, Hk, Dv) = x["q"].shape, x["v"].shape
+    backend, score = get(target, D, Dv, (Hq, Hk), scale, score)
     mine = plan(mask, layout, Sk, rank, ranks, query_length=Sq)
     queries = layout.positions(Sq, rank, ranks).to(device)
-    shards = {source: layout.positions(Sk, source, ranks).to(device) for source in range(ranks)}
+    shards = {source: layout.positions(Sk, source, ranks)[mine.keys(source)].to(device) for source in range(ranks)}
     q, dout, dlse = (x[name][:, queries] for name in ("q", "dout", "dlse"))
 
     partial = None
@@ -85,25 +89,35 @@ def attend(target, problem, mask, *, ranks=1, rank=0, layout=None, scale=None, h
     # Rows of other ranks: no gradient comes from them.
     dout_all, dlse_all = torch.zeros_like(x["dout"]), torch.zeros_like(x["dlse"])
     dout_all[:, queries], dlse_all[:, queries] = dout, dlse
-    whole = dense_gradients(x["q"], x["k"], x["v"], mask, dout_all, dlse_all if has_dlse else None, scale)
+    dlse_all = dlse_all if has_dlse else None
+    kept = kept_pairs(score.seed, score.dropout, B, Hq, Sq, Sk).to(device) if score.dropout else None
+    whole = dense_gradients(x["q"], x["k"], x["v"], mask, dout_all, dlse_all, score=score, kept=kept)
     expected = {name: value[:, queries] if name in ("out", "lse", "dq") else value for name, value in whole.items()}
-    return results, expected, plain_torch(x, mask, dout_all, dlse_all if has_dlse else None, queries, score.factor)
+    return results, expected, plain_torch(x, mask, dout_all, dlse_all, queries, score, kept)
 
 
-def plain_torch(x, mask, dout, dlse, queries, scale):
+def plain_torch(x, mask, dout, dlse, queries, score, kept):
     """Softmax attention as one writes it in torch, in the dtype of the inputs: the error that 16 bits excuse."""
     q, k, v = (x[name].detach().clone().requires_grad_() for name in ("q", "k", "v"))
     group = q.shape[2] // k.shape[2]
     k_all, v_all = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * scale
-    seen = visible(mask, q.shape[1], k.shape[1]).to(q.device)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * score.factor
+    if score.softcap is not None:
+        scores = score.softcap * torch.tanh(scores / score.softcap)
+    if score.alibi is not None:
+        i = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1]
+        distance = (i - torch.arange(k.shape[1], device=q.device)).abs().to(q.dtype)
+        scores = scores - torch.tensor(score.alibi, dtype=q.dtype, device=q.device)[:, None, None] * distance
+    seen = visible(mask, q.shape[1], k.shape[1]).to(q.device)[:, None]
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, -1).masked_fill(~seen, 0)
+    if kept is not None:
+        weights = weights * kept / (1 - score.dropout)
     out = torch.einsum("bhij,bjhd->bihd", weights, v_all)
     lse = torch.logsumexp(scores.float(), -1).transpose(1, 2)
     loss = (out * dout).sum()
     if dlse is not None:
-        loss = loss + torch.where(seen.any(-1)[None, :, None], lse * dlse.float(), 0.0).sum()
+        loss = loss + torch.where(seen.any(-1).transpose(1, 2), lse * dlse.float(), 0.0).sum()
     dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
     return {"out": out[:, queries].detach(), "dq": dq[:, queries], "dk": dk, "dv": dv}
 
@@ -157,7 +171,23 @@ def test_every_layout_merges_its_sources(target, layout, mask):
 
 @pytest.mark.parametrize("target", EXACT)
 @pytest.mark.parametrize(
-    "dims", [(16, 16), (24, 24), (40, 72), (64, 64), (80, 16), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+    "dims",
+    [
+        (1, 1),
+        (3, 5),
+        (8, 8),
+        (16, 16),
+        (24, 24),
+        (40, 72),
+        (63, 63),
+        (64, 64),
+        (80, 16),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (256, 256),
+    ],
+    ids=str,
 )
 def test_every_head_dim(target, dims):
     dim, value_dim = dims
@@ -176,6 +206,49 @@ def test_every_grouping_of_heads_and_batch(target, heads):
 def test_every_scale(target, scale):
     """R10: 0.0 is a value, and the average of what is seen."""
     check(target, *attend(target, {"queries": 40, "dim": 16, "heads": (1, 1)}, rf.Causal(), scale=scale))
+
+
+SCORES = {
+    "softcap": Score(softcap=1.5),
+    "softcap_negative_scale": Score(scale=-0.7, softcap=2.0),
+    "alibi": Score(alibi=(0.5, 0.03)),
+    "softcap_alibi": Score(scale=0.5, softcap=5.0, alibi=(0.25, 0.0)),
+    "dropout": Score(dropout=0.3, seed=2**61 + 12345),
+    "all": Score(softcap=3.0, alibi=(0.1, 0.2), dropout=0.5, seed=7),
+}
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("name", SCORES)
+def test_every_score(target, name):
+    problem = {"batch": 2, "queries": 70, "keys": 90, "heads": (2, 1), "dim": 16}
+    check(target, *attend(target, problem, rf.Causal(), score=SCORES[name]))
+
+
+@pytest.mark.parametrize("target", EXACT)
+@LAYOUTS
+def test_scores_know_positions_in_the_whole_sequence(target, layout):
+    """Distances and dropped pairs are those of one process, whatever rank holds what."""
+    mask = rf.Documents([50, 1, 49], causal=True) & rf.Window(30, 0)
+    for rank in range(3):
+        problem = {"queries": 100, "heads": (2, 2), "dim": 16}
+        check(target, *attend(target, problem, mask, ranks=3, rank=rank, layout=layout, score=SCORES["all"]))
+
+
+ROWS = {
+    "documents": rf.Documents([[1, 40, 29], [70], [0, 35]], causal=True, padding=[0, 0, 35]),
+    "padding": rf.Padding([0, 30, 70], [70, 64, 70], length=70),
+    "left_padding": rf.Padding.left([70, 11, 0], length=70) & rf.Causal(),
+    "prefix_window": rf.Prefix((5, 0, 66)) & rf.Window(20, None),
+}
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("name", ROWS)
+def test_masks_that_differ_over_the_batch(target, name):
+    problem = {"batch": 3, "queries": 70, "heads": (2, 1), "dim": 16}
+    for rank in range(2):
+        check(target, *attend(target, problem, ROWS[name], ranks=2, rank=rank, layout=rf.Zigzag()))
 
 
 @pytest.mark.parametrize("target", EXACT)
@@ -363,11 +436,17 @@ def test_vendor_kernels_refuse_what_they_cannot_say(target):
         assert backend.refuses_mask(window) == "the mask has band tiles"
         assert backend.refuses_mask(many) == "the mask falls into 65 tiles, more than 64"
         assert backend.refuses_mask(plan(rf.Causal(), rf.Striped(), 100, rank, 2)) is None
+        rows = plan(rf.Padding.right([100, 3], length=100), rf.Zigzag(), 100, rank, 2)
+        assert backend.refuses_mask(rows) == "the mask differs over the batch"
     with pytest.raises(NotImplementedError, match="the mask has band tiles"):
         rf.attention(
             *(draw(**problem, dtype=target[1], device=target[2])[n] for n in "qkv"),
             mask=rf.Window(5, 5),
             backend=target[0],
         )
-    with pytest.raises(NotImplementedError, match="cannot differentiate lse"):
-        attend(target, problem, rf.Causal(), has_dlse=True)
+    with pytest.raises(NotImplementedError, match="it cannot differentiate lse"):
+        rf.attention(
+            *(draw(**problem, dtype=target[1], device=target[2])[n].requires_grad_() for n in "qkv"),
+            backend=target[0],
+            return_lse=True,
+        )

@@ -22,21 +22,31 @@ def test_the_next_hop_is_on_its_way_before_anything_is_computed_on_this_one():
 
 
 def test_gradients_follow_their_keys_one_hop_behind_and_come_home():
-    """The sum of dK and dV, in fp32, is waited for only after this rank's share is computed."""
+    """The sum of dK and dV, in fp32, is waited for only after this rank's share is computed; own rows' stay at home."""
     _, backward, _ = in_process(3, rf.Contiguous(), work_of, rf.Full(), 15)[1]
     keys, gradients = 160, 320
     assert backward == [
-        ("start", keys), ("backward", 1), ("start", gradients), ("wait", keys),
-        ("start", keys), ("backward", 0), ("wait", gradients), ("start", gradients), ("wait", keys),
+        ("start", keys), ("backward", 1), ("wait", keys),
+        ("start", keys), ("backward", 0), ("start", gradients), ("wait", keys),
         ("backward", 2), ("wait", gradients), ("start", gradients), ("wait", gradients),
     ]  # fmt: skip
 
 
-def test_a_source_that_no_query_sees_is_passed_on_but_not_computed():
+def test_gradients_go_home_from_the_last_rank_that_has_any():
+    """A window of one shard: each rank has gradients of the rank before it, and sends them straight back."""
+    events = in_process(4, rf.Contiguous(), work_of, rf.Window(5, 0), 20)
+    keys, gradients = 160, 320
+    assert [forward for forward, _, _ in events][1] == [("start", keys), ("forward", 1), ("wait", keys), ("forward", 0)]
+    backwards = [backward for _, backward, _ in events]
+    assert backwards[0] == [("start", keys), ("backward", 0), ("wait", gradients)]
+    assert backwards[3] == [("backward", 3), ("wait", keys), ("backward", 2), ("start", gradients)]
+
+
+def test_a_shard_goes_no_further_than_the_last_rank_that_sees_it():
     events = [forward for forward, _, _ in in_process(4, rf.Contiguous(), work_of, rf.Causal(), 20)]
     computed = [[source for what, source in forward if what == "forward"] for forward in events]
     assert computed == [[0], [1, 0], [2, 1, 0], [3, 2, 1, 0]]
-    assert [len([e for e in forward if e[0] == "start"]) for forward in events] == [3, 3, 3, 3]
+    assert [len([e for e in forward if e[0] == "start"]) for forward in events] == [1, 2, 3, 0]
 
 
 def test_partial_results_and_travelling_gradients_stay_float32_for_bfloat16():
@@ -57,20 +67,24 @@ def test_each_rank_sends_the_bytes_of_its_plan_and_not_one_more(length, name, la
     """Native key heads (2 of 6), K and V in one message, uneven shards, and no hop after the last one needed."""
     problem = {"queries": length, "heads": (6, 2), "dim": 4, "value_dim": 3, "dtype": torch.float32}
     mask = masks(length)[name]
+    parts = mask.parts if isinstance(mask, rf.Union) else (mask,)
     for rank, (forward, backward) in enumerate(in_process(4, layout, messages_of, problem, mask)):
-        here = plan(mask, layout, length, rank, 4)
+        plans = [plan(part, layout, length, rank, 4) for part in parts]
         sizes = {"batch": 1, "key_heads": 2, "head_dim": 4, "value_dim": 3, "itemsize": 4}
-        assert sent_bytes(forward) == here.forward_bytes(**sizes)
-        assert sent_bytes(backward) == here.backward_bytes(**sizes)
-        starts = [len([what for what, _ in events if what == "start"]) for events in (forward, backward)]
-        assert starts == [here.hops, 2 * here.hops + (here.hops > 0)]
+        assert sent_bytes(forward) == sum(here.forward_bytes(**sizes) for here in plans)
+        assert sent_bytes(backward) == sum(here.backward_bytes(**sizes) for here in plans)
 
 
 @pytest.mark.parametrize(("left", "hops"), [(0, 0), (1, 1), (8, 1), (9, 2), (56, 7)])
 def test_a_window_stops_the_ring_after_the_last_source_it_reaches(left, hops):
-    problem = {"queries": 64, "dtype": torch.float32}
-    for forward, _ in in_process(8, rf.Contiguous(), messages_of, problem, rf.Window(left, 0)):
-        assert len([what for what, _ in forward if what == "start"]) == hops
+    """And of the shards on the way only the rows inside the window move."""
+    problem = {"queries": 64, "heads": (1, 1), "dim": 4, "dtype": torch.float32}
+    events = in_process(8, rf.Contiguous(), messages_of, problem, rf.Window(left, 0))
+    row = (4 + 4) * 4
+    for rank, (forward, _) in enumerate(events):
+        # At hop h the shard of rank - h + 1 moves on, h - 1 shards less of the window left; nobody is behind rank 7.
+        sent = [row * min(8, left - 8 * (hop - 1)) for hop in range(1, hops + 1) if rank - hop + 1 >= 0 and rank < 7]
+        assert [size for what, size in forward if what == "start"] == sent
 
 
 def test_documents_that_end_at_shard_borders_send_nothing():

@@ -123,8 +123,6 @@ def test_each_process_sends_the_bytes_of_its_plan_and_not_one_more(workers, mask
         here = plan(mask, layout, 29, rank, 4)
         assert sent_bytes(forward) == here.forward_bytes(**sizes)
         assert sent_bytes(backward) == here.backward_bytes(**sizes)
-        assert len([what for what, _ in forward if what == "start"]) == here.hops
-        assert len([what for what, _ in backward if what == "start"]) == 2 * here.hops + (here.hops > 0)
 
 
 def events_of_work(ring, mask, length):
@@ -136,8 +134,7 @@ def test_the_next_hop_is_on_its_way_before_anything_is_computed_on_this_one(work
     forward, backward = on_workers(workers, 2, rf.Contiguous(), events_of_work, rf.Full(), 5)[1]
     assert forward == [("start", 96), ("forward", 1), ("wait", 64), ("forward", 0)]
     assert backward == [
-        ("start", 96), ("backward", 1), ("start", 192), ("wait", 64),
-        ("backward", 0), ("wait", 128), ("start", 128), ("wait", 192),
+        ("start", 96), ("backward", 1), ("wait", 64), ("backward", 0), ("start", 128), ("wait", 192),
     ]  # fmt: skip
 
 
@@ -151,5 +148,5 @@ def calls_of_the_wire(ring):
 
 
 def test_nothing_but_sends_and_receives_happens_once_shapes_are_agreed(workers):
-    """2 hops of keys forward; 2 of keys and 3 of gradients backward: no collective, no barrier, no repeated check."""
-    assert on_workers(workers, 3, rf.Contiguous(), calls_of_the_wire) == [{"batch_isend_irecv": 7}] * 3
+    """2 hops of keys forward; 2 of keys and 2 of gradients backward: no collective, no barrier, no repeated check."""
+    assert on_workers(workers, 3, rf.Contiguous(), calls_of_the_wire) == [{"batch_isend_irecv": 6}] * 3

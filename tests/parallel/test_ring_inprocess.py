@@ -95,7 +95,9 @@ def test_cross_attention_on_one_device_equals_dense_attention(mask, queries, key
 
 
 @layouts
-@pytest.mark.parametrize(("queries", "keys"), [(4, 8), (12, 4), (4, 128), (8, 40), (13, 29), (29, 13), (3, 10), (10, 3)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(4, 8), (12, 4), (4, 128), (8, 40), (13, 29), (29, 13), (3, 10), (10, 3)]
+)
 @pytest.mark.parametrize("mask", [rf.Full(), rf.Causal(), rf.Window(6, 3)], ids=name_of)
 def test_cross_attention_in_a_ring_equals_dense_attention(mask, queries, keys, layout):
     """R26: the last query stands at the last key, and rows before the first key see nothing."""

@@ -4,6 +4,7 @@ import torch
 
 import ringflash as rf
 from ringflash.schedule.mask import Intersection
+from ringflash.testing.oracle import visible
 
 
 def test_intersections_are_canonical_values():
@@ -42,6 +43,37 @@ def test_cu_seqlens_leave_the_rest_of_the_length_as_padding():
     assert rf.Documents.from_cu_seqlens([0, 7], causal=False, length=8) == rf.Documents([7], causal=False, padding=1)
 
 
+@pytest.mark.parametrize(
+    ("made", "same"),
+    [
+        (rf.Documents(np.array([[3, 5], [8, 0]]), causal=True), rf.Documents([[3, 5], [8, 0]], causal=True)),
+        (rf.Documents(torch.tensor([[3, 5], [8, 0]]), causal=True), rf.Documents(((3, 5), (8, 0)), causal=True)),
+        (
+            rf.Documents.from_position_ids(torch.tensor([[0, 1, 2, 0], [0, 0, 1, 0]]), causal=True),
+            rf.Documents([[3, 1], [1, 2, 1]], causal=True),
+        ),
+        (
+            rf.Documents.from_document_ids([7, 7, 2, 0, 0], causal=False, padding_id=0),
+            rf.Documents([2, 1], causal=False, padding=2),
+        ),
+        (
+            rf.Documents.from_document_ids(torch.tensor([[1, 1, 2], [5, -1, -1]]), causal=False, padding_id=-1),
+            rf.Documents([[2, 1], [1]], causal=False, padding=[0, 2]),
+        ),
+        (
+            rf.Padding.from_mask(torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])),
+            rf.Padding([0, 1, 0], [2, 3, 0], length=3),
+        ),
+        (rf.Padding.from_mask(torch.ones(2, 3).bool()), rf.Padding([0, 0], [3, 3], length=3)),
+        (rf.Causal() & rf.Window(3, 3), rf.Window(3, 3) & rf.Causal()),
+        (rf.Causal() & rf.Full() & rf.Causal(), rf.Causal()),
+    ],
+    ids=range(9),
+)
+def test_forms_of_the_same_rule_are_the_same_mask(made, same):
+    assert made == same and hash(made) == hash(same) and made.fingerprint == same.fingerprint
+
+
 def test_integers_of_numpy_are_integers():
     assert rf.Window(np.int32(3), np.int64(0)) == rf.Window(3, 0)
     assert rf.Documents(np.array([3, 5], np.uint16), causal=True) == rf.Documents([3, 5], causal=True)
@@ -78,7 +110,47 @@ def test_restarting_position_ids_are_document_borders():
         (lambda: rf.Documents([3, -1], causal=True), ValueError, r"lengths\[1\] = -1"),
         (lambda: rf.Documents([3.0], causal=True), TypeError, "holds 3.0 of type float"),
         (lambda: rf.Documents(torch.tensor([3.0]), causal=True), TypeError, "float32; must be 1-D and integer"),
-        (lambda: rf.Documents(torch.tensor([[3]]), causal=True), TypeError, "must be 1-D"),
+        (lambda: rf.Documents(torch.tensor([[[3]]]), causal=True), TypeError, "must be 1-D"),
+        (lambda: rf.Documents(np.array(6), causal=True), TypeError, r"lengths: an array of shape \(\) and int64"),
+        (lambda: rf.Documents([torch.tensor(3.0)], causal=True), TypeError, "holds tensor"),
+        (lambda: rf.Documents([torch.tensor(True)], causal=True), TypeError, "holds tensor"),
+        (lambda: rf.Documents(torch.tensor([3], device="meta"), causal=True), TypeError, "on meta; must be a plain"),
+        (
+            lambda: rf.Documents(torch.tensor([3]).to_sparse(), causal=True),
+            TypeError,
+            "sparse_coo on cpu; must be a plain",
+        ),
+        (lambda: rf.Documents([[3], [4]], causal=True), ValueError, r"sum to \[3, 4\]; must be equal, pad them"),
+        (lambda: rf.Documents([[3], [-4]], causal=True), ValueError, r"lengths\[1\]\[0\] = -4"),
+        (lambda: rf.Documents([[3], 4], causal=True), TypeError, r"lengths\[1\]: is int; must be a list"),
+        (
+            lambda: rf.Documents([3], causal=True, padding=[1, 2]),
+            ValueError,
+            "padding for 2 batch rows, lengths for all",
+        ),
+        (lambda: rf.Window(torch.tensor(True), 0), TypeError, "left is torch.bool tensor"),
+        (lambda: rf.Chunked(0), ValueError, "Chunked: size = 0; must be >= 1"),
+        (lambda: rf.Prefix(-1), ValueError, "Prefix: tokens = -1"),
+        (lambda: rf.Prefix([]), ValueError, "Prefix: tokens is empty"),
+        (lambda: rf.Prefix(1.5), TypeError, "Prefix: tokens is float"),
+        (lambda: rf.FirstKeys(None), TypeError, "FirstKeys: tokens is NoneType"),
+        (lambda: rf.Padding(3, 2, length=4), ValueError, "must be 0 <= start <= stop <= length = 4"),
+        (lambda: rf.Padding.right(5, length=4), ValueError, "must be 0 <= start <= stop <= length = 4"),
+        (lambda: rf.Padding.left([1, 5], length=4), ValueError, "lengths = .1, 5.; must be <= length = 4"),
+        (lambda: rf.Padding([1, 2], [3, 3, 3], length=4), ValueError, r"for \[2, 3\] batch rows; must be equal"),
+        (lambda: rf.Padding.from_mask(torch.ones(2, 3, 4)), ValueError, r"shape \(2, 3, 4\) and torch.float32"),
+        (lambda: rf.Padding.from_mask(torch.tensor([[1, 0, 1]])), ValueError, "the mask has holes"),
+        (lambda: rf.Padding.from_mask(torch.tensor([[1, 2, 2]])), ValueError, "other numbers than 0 and 1"),
+        (lambda: rf.Padding.from_mask([[1, 1]]), TypeError, "the mask is list; must be a tensor"),
+        (lambda: rf.Documents.from_document_ids([1, 2, 1], causal=True), ValueError, "hold 1 in several places"),
+        (
+            lambda: rf.Documents.from_document_ids([0, 1], causal=True, padding_id=0),
+            ValueError,
+            "hold 0 in several places",
+        ),
+        (lambda: rf.Documents.from_document_ids([1.0], causal=True), TypeError, "holds 1.0 of type float"),
+        (lambda: rf.Padding.right(3, length=4) & rf.Documents([5], causal=True), ValueError, r"lengths \[4, 5\]"),
+        (lambda: rf.Prefix((1, 2)) & rf.Prefix((1, 2, 3)), ValueError, r"numbers of batch rows \[2, 3\]"),
         (lambda: rf.Documents([3], causal="no"), TypeError, "causal is str; must be True or False"),
         (lambda: rf.Documents([3], causal=True, padding=-1), ValueError, "padding = -1"),
         (lambda: rf.Documents.from_cu_seqlens([1, 3], causal=True), ValueError, "must start with 0"),
@@ -97,3 +169,19 @@ def test_bad_masks_are_refused_with_the_argument_and_its_value(make, error, mess
 def test_causal_must_be_named_for_documents():
     with pytest.raises(TypeError, match="causal"):
         rf.Documents([3])
+
+
+def test_a_union_takes_masks_in_the_order_in_which_they_begin():
+    late = rf.Window(1, 0) | rf.FirstKeys(2) & rf.Causal()
+    with pytest.raises(ValueError, match="put the mask that begins first first"):
+        late.parts[1].bounds(torch.arange(8))
+
+
+def test_a_union_is_cut_by_and_in_all_its_parts():
+    documents = rf.Documents([5, 4], causal=True)
+    union = (rf.FirstKeys(2) | rf.Window(1, 0)) & documents
+    assert union == documents & (rf.FirstKeys(2) | rf.Window(1, 0))
+    assert torch.equal(
+        visible(union, 9, 9),
+        (visible(rf.FirstKeys(2), 9, 9) | visible(rf.Window(1, 0), 9, 9)) & visible(documents, 9, 9),
+    )

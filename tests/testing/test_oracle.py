@@ -1,5 +1,7 @@
 """The oracle on numbers that can be checked by hand."""
 
+import math
+
 import pytest
 import torch
 
@@ -27,17 +29,33 @@ def drawn(seen):
         (rf.Documents([1, 2], causal=False, padding=1), ["x...", ".xx.", ".xx.", "...."]),
         (rf.Documents([0, 3, 1], causal=True), ["x...", "xx..", "xxx.", "...x"]),
         (rf.Documents([3, 1], causal=True) & rf.Window(1, 1), ["x...", "xx..", ".xx.", "...x"]),
+        (rf.Prefix(3), ["xxx.", "xxx.", "xxx.", "xxxx"]),
+        (rf.Chunked(3), ["xxx.", "xxx.", "xxx.", "...x"]),
+        (rf.Chunked(2) & rf.Causal(), ["x...", "xx..", "..x.", "..xx"]),
+        (rf.FirstKeys(2) & rf.Causal(), ["x...", "xx..", "xx..", "xx.."]),
+        (rf.FirstKeys(1) & rf.Causal() | rf.Window(0, 0), ["x...", "xx..", "x.x.", "x..x"]),
+        (rf.Padding.right(3, length=4), ["xxx.", "xxx.", "xxx.", "...."]),
+        (rf.Padding.left(3, length=4) & rf.Causal(), ["....", ".x..", ".xx.", ".xxx"]),
+        (rf.Padding.right(3, length=4, keys_only=True), ["xxx.", "xxx.", "xxx.", "xxx."]),
     ],
     ids=str,
 )
 def test_masks_show_what_their_sentence_says(mask, picture):
-    assert drawn(visible(mask, 4, 4)) == picture
+    assert drawn(visible(mask, 4, 4)[0]) == picture
+
+
+def test_masks_with_batch_rows_show_each_row_its_own():
+    rows = visible(rf.Documents([[1, 3], [4]], causal=False), 4, 4)
+    assert drawn(rows[0]) == ["x...", ".xxx", ".xxx", ".xxx"]
+    assert drawn(rows[1]) == ["xxxx"] * 4
+    assert drawn(visible(rf.Padding.right([4, 1], length=4), 4, 4)[1]) == ["x...", "....", "....", "...."]
+    assert drawn(visible(rf.Prefix((0, 2)), 2, 2)[1]) == ["xx", "xx"]
 
 
 def test_the_last_query_stands_at_the_last_key():
-    assert drawn(visible(rf.Causal(), 2, 5)) == ["xxxx.", "xxxxx"]
-    assert drawn(visible(rf.Causal(), 4, 2)) == ["..", "..", "x.", "xx"]
-    assert drawn(visible(rf.Window(1, 0), 2, 4)) == [".xx.", "..xx"]
+    assert drawn(visible(rf.Causal(), 2, 5)[0]) == ["xxxx.", "xxxxx"]
+    assert drawn(visible(rf.Causal(), 4, 2)[0]) == ["..", "..", "x.", "xx"]
+    assert drawn(visible(rf.Window(1, 0), 2, 4)[0]) == [".xx.", "..xx"]
 
 
 def test_a_mask_without_definition_is_refused():
@@ -72,7 +90,7 @@ def test_scale_is_one_over_root_head_dim_or_what_is_given():
     keys = torch.tensor([1.0, 0.0]).expand(1, 4, 2).mT.reshape(1, 2, 1, 4)  # scores 4 and 0, before scaling
     v = torch.tensor([1.0, 0.0]).reshape(1, 2, 1, 1)
     for scale, used in ((None, 0.5), (1.0, 1.0), (0.0, 0.0)):
-        out, lse = dense_attention(q, keys, v, rf.Full(), scale)
+        out, lse = dense_attention(q, keys, v, rf.Full(), rf.Score(scale=scale))
         weight = torch.tensor(4 * used).exp()
         assert float(out) == pytest.approx(float(weight / (weight + 1)))
         assert float(lse) == pytest.approx(float((weight + 1).log()))
@@ -94,3 +112,26 @@ def test_the_gradient_of_lse_is_the_weight_of_each_key():
     weight = float(torch.sigmoid(torch.tensor(4.0, dtype=torch.float64)))
     assert results["dk"][0, :, 0, 0].tolist() == pytest.approx([weight, 1 - weight])
     assert results["dq"][0, 0, 0].tolist() == pytest.approx([weight] * 4)
+
+
+def test_scores_by_hand():
+    """One query, two keys with scores 2 and 0: what each term makes of them."""
+    q = torch.tensor([2.0]).reshape(1, 1, 1, 1)
+    k = torch.tensor([1.0, 0.0]).reshape(1, 2, 1, 1)
+    v = torch.tensor([1.0, 0.0]).reshape(1, 2, 1, 1)
+
+    def weight(**terms):
+        return float(dense_attention(q, k, v, rf.Full(), rf.Score(scale=1.0, **terms))[0])
+
+    def share(first, *others):
+        return math.exp(first) / (math.exp(first) + sum(map(math.exp, others)))
+
+    assert weight() == pytest.approx(share(2, 0))
+    assert weight(softcap=3.0) == pytest.approx(share(3 * math.tanh(2 / 3), 0))
+    # The query stands at the last key: one token away from the first.
+    assert weight(alibi=(0.5,)) == pytest.approx(share(2 - 0.5, 0))
+    assert weight(sinks=torch.tensor([1.0])) == pytest.approx(share(2, 0, 1))
+    assert weight(softcap=3.0, alibi=(0.5,)) == pytest.approx(share(3 * math.tanh(2 / 3) - 0.5, 0))
+    kept = torch.tensor([True, False]).reshape(1, 1, 1, 2)
+    out, _ = dense_attention(q, k, v, rf.Full(), rf.Score(scale=1.0, dropout=0.75, seed=1), kept)
+    assert float(out) == pytest.approx(4 * share(2, 0))

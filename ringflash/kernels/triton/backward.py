@@ -8,34 +8,51 @@ need no atomics: the deterministic mode, and where products are cheaper than ato
 import triton
 import triton.language as tl
 
-from ringflash.kernels.triton.forward import LOG2_E, load_rows, split_blocks
+from ringflash.kernels.triton.forward import load_rows, split_blocks
+from ringflash.kernels.triton.score import LOG2_E, is_kept, transform
 
 
 @triton.jit
 def _score_gradient(
-    left, right, left_v, right_v, lse_log2, delta, scale_log2, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):
-    """(p, ds) fp32, without the scale that dq and dk still need, in either orientation.
+    left, right, left_v, right_v, lse_log2, delta, scale, softcap, slope, rows_at, keys_at, seed, threshold, keep_scale,
+    head, batch_row, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """(p as it met v, ds) fp32, without the scale that dq and dk still need, in either orientation.
 
-    From (k, q, v, dout) and statistics [1, BLOCK_Q] both are [BLOCK_K, BLOCK_Q]; from (q, k, dout, v) and statistics
-    [BLOCK_Q, 1] they are [BLOCK_Q, BLOCK_K]. Each kernel takes the one that the product after it reads from registers.
-    visible has their shape, and is read only if MASKED.
+    From (k, q, v, dout) and statistics and rows_at [1, BLOCK_Q] both are [BLOCK_K, BLOCK_Q]; from (q, k, dout, v) and
+    statistics and rows_at [BLOCK_Q, 1] they are [BLOCK_Q, BLOCK_K]; keys_at is the other axis. Each kernel takes the one
+    that the product after it reads from registers. visible has their shape, and is read only if MASKED.
     """
     s = tl.dot(left, right.T, input_precision=PRECISION)
-    p = tl.exp2(s * scale_log2 - lse_log2)
+    bent = s
+    if HAS_SOFTCAP or HAS_ALIBI:
+        s, bent = transform(s, scale, softcap, slope, rows_at, keys_at, HAS_SOFTCAP, HAS_ALIBI)
+        p = tl.exp2(s - lse_log2)
+    else:
+        p = tl.exp2(s * (scale * LOG2_E) - lse_log2)
     if MASKED:
         # After the exponential: rows that see nothing have lse = -inf and give inf here, never NaN.
         p = tl.where(visible, p, 0.0)
     dp = tl.dot(left_v, right_v.T, input_precision=PRECISION)
-    return p, p * (dp - delta)
+    p_kept = p
+    if HAS_DROPOUT:
+        kept = is_kept(seed, threshold, rows_at, keys_at, head, batch_row)
+        p_kept = tl.where(kept, p * keep_scale, 0.0)
+        dp = tl.where(kept, dp * keep_scale, 0.0)
+    ds = p * (dp - delta)
+    if HAS_SOFTCAP:
+        ds = ds * (1.0 - bent * bent)
+    return p_kept, ds
 
 
 @triton.jit
 def _visit_rows(
     dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, lo, hi, start, end, n_begin, n_end,
-    stride_qs, stride_dos, Hq, scale, scale_log2,
+    stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add the share of row blocks n_begin..n_end to dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]."""
     for n in range(n_begin, n_end):
@@ -51,9 +68,13 @@ def _visit_rows(
             lse_log2 = tl.load(lse_ptr + offs_q) * LOG2_E
             delta = tl.load(delta_ptr + offs_q)
         visible = (lo[:, None] <= offs_q[None, :]) & (offs_q[None, :] < hi[:, None])
+        rows_at = offs_q
+        if HAS_ALIBI or HAS_DROPOUT:
+            rows_at = tl.load(rows_at_ptr + offs_q, mask=in_rows, other=0)
         p, ds = _score_gradient(
-            k, q, v, dout, lse_log2[None, :], delta[None, :], scale_log2, visible, MASKED, PRECISION
-        )
+            k, q, v, dout, lse_log2[None, :], delta[None, :], scale, softcap, slope, rows_at[None, :], keys_at[:, None],
+            seed, threshold, keep_scale, head, batch_row, visible, MASKED, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        )  # fmt: skip
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = ds.to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
@@ -66,22 +87,27 @@ def _visit_rows(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "stride_bounds"])
+@triton.jit(do_not_specialize=["Sq", "Sk", "stride_bounds", "seed", "threshold"])
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr, dk_ptr, dv_ptr,
+    slopes_ptr, rows_at_ptr, keys_at_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Sk, Hq, Hk, scale,
+    stride_dob, stride_dos, stride_doh, stride_dkb, stride_dvb, stride_bounds, Sq, Sk, Hq, Hk,
+    scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add to dk [B, Sk, Hk, HEAD_DIM], dv [B, Sk, Hk, VALUE_DIM] and, if ADD_DQ, dq [B, Sq, Hq, HEAD_DIM]; fp32.
 
-    lse, delta: fp32, in memory [B, Hq, Sq]. lo, hi: [1 or B, Sk], the rows that see each key.
+    lse, delta: fp32, in memory [B, Hq, Sq]. lo, hi: [1 or B, Sk], the rows that see each key. Rows of dk and dv are
+    dense but may be part of a longer shard, so their batch strides are given. slopes, rows_at, keys_at: as in forward.
     """
     # First keys first: under causal masks most rows see them.
     key = tl.program_id(0) * BLOCK_K
     hk = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    batch_row = tl.program_id(2)
+    b = batch_row.to(tl.int64)
     group = Hq // Hk
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
@@ -96,7 +122,9 @@ def key_gradient_kernel(
     v_base = v_ptr + b * stride_vb + hk.to(tl.int64) * stride_vh
     k = load_rows(k_base, key, Sk, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, True)  # [BLOCK_K, BLOCK_D]
     v = load_rows(v_base, key, Sk, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, True)  # [BLOCK_K, BLOCK_DV]
-    scale_log2 = scale * LOG2_E
+    keys_at = offs_k
+    if HAS_ALIBI or HAS_DROPOUT:
+        keys_at = tl.load(keys_at_ptr + offs_k, mask=in_keys, other=0)
 
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
@@ -108,25 +136,31 @@ def key_gradient_kernel(
         lse_base = lse_ptr + (b * Hq + h) * Sq
         delta_base = delta_ptr + (b * Hq + h) * Sq
         dq_base = dq_ptr + (b * Sq * Hq + h) * HEAD_DIM
+        slope = 0.0
+        if HAS_ALIBI:
+            slope = tl.load(slopes_ptr + h)
         dk, dv = _visit_rows(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, 0, n_left,
-            stride_qs, stride_dos, Hq, scale, scale_log2,
-            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION,
+            stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
+            batch_row,
+            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
         )  # fmt: skip
         dk, dv = _visit_rows(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, n_left, n_full,
-            stride_qs, stride_dos, Hq, scale, scale_log2,
-            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, False, ADD_DQ, PRECISION,
+            stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
+            batch_row,
+            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, False, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
         )  # fmt: skip
         dk, dv = _visit_rows(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, n_full, n_all,
-            stride_qs, stride_dos, Hq, scale, scale_log2,
-            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION,
+            stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
+            batch_row,
+            HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
         )  # fmt: skip
 
-    token = (b * Sk + offs_k) * Hk + hk
-    _add_rows(dk_ptr, token, dk * scale, in_keys, HEAD_DIM, BLOCK_D)
-    _add_rows(dv_ptr, token, dv, in_keys, VALUE_DIM, BLOCK_DV)
+    token = offs_k * Hk + hk
+    _add_rows(dk_ptr + b * stride_dkb, token, dk * scale, in_keys, HEAD_DIM, BLOCK_D)
+    _add_rows(dv_ptr + b * stride_dvb, token, dv, in_keys, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -140,9 +174,11 @@ def _add_rows(ptr, row, x, in_rows, DIM: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _visit_keys_backward(
-    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale_log2,
+    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale,
+    softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add the share of key blocks n_begin..n_end to dq [BLOCK_Q, BLOCK_D]."""
     for n in range(n_begin, n_end):
@@ -151,25 +187,31 @@ def _visit_keys_backward(
         k = load_rows(k_ptr, key, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
         v = load_rows(v_ptr, key, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
         visible = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])
+        keys_at = offs_k
+        if HAS_ALIBI or HAS_DROPOUT:
+            keys_at = tl.load(keys_at_ptr + offs_k, mask=offs_k < end, other=0)
         _, ds = _score_gradient(
-            q, k, dout, v, lse_log2[:, None], delta[:, None], scale_log2, visible, MASKED, PRECISION
-        )
+            q, k, dout, v, lse_log2[:, None], delta[:, None], scale, softcap, slope, rows_at[:, None], keys_at[None, :],
+            seed, threshold, keep_scale, head, batch_row, visible, MASKED, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=["Sq", "stride_bounds"])
+@triton.jit(do_not_specialize=["Sq", "stride_bounds", "seed", "threshold"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Hq, group, scale,
+    stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Hq, group, scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add to dq [B, Sq, Hq, HEAD_DIM] fp32, row-parallel; lo, hi [1 or B, Sq], the keys that each row sees."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    batch_row = tl.program_id(2)
+    b = batch_row.to(tl.int64)
     row = block * BLOCK_Q
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
@@ -189,19 +231,27 @@ def query_gradient_kernel(
     delta = tl.load(delta_ptr + (b * Hq + h) * Sq + offs_q, mask=in_rows, other=0.0)
     q = load_rows(q_ptr, row, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
     dout = load_rows(dout_ptr, row, Sq, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, True)  # [BLOCK_Q, BLOCK_DV]
-    scale_log2 = scale * LOG2_E
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + h)
+    rows_at = offs_q
+    if HAS_ALIBI or HAS_DROPOUT:
+        rows_at = tl.load(rows_at_ptr + offs_q, mask=in_rows, other=0)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dq = _visit_keys_backward(
-        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale_log2,
-        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale,
+        softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     dq = _visit_keys_backward(
-        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale_log2,
-        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION,
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale,
+        softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     dq = _visit_keys_backward(
-        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale_log2,
-        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale,
+        softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     _add_rows(dq_ptr, token, dq * scale, in_rows, HEAD_DIM, BLOCK_D)

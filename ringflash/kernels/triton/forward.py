@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from ringflash.kernels.triton.score import LOG2_E, is_kept, transform
+
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -43,30 +44,43 @@ def split_blocks(lo_ptr, hi_ptr, first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def _visit_keys(
-    acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale_log2,
+    acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale,
+    softcap, slope, rows_at, keys_at_ptr, seed, threshold, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over key blocks n_begin..n_end: acc [BLOCK_Q, BLOCK_DV], row_max (log2) and row_sum [BLOCK_Q]."""
+    scale_log2 = scale * LOG2_E
     for n in range(n_begin, n_end):
         key = start + n * BLOCK_K
+        offs_k = key + tl.arange(0, BLOCK_K)
         k = load_rows(k_ptr, key, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
+        keys_at = offs_k
+        if HAS_ALIBI or HAS_DROPOUT:
+            keys_at = tl.load(keys_at_ptr + offs_k, mask=offs_k < end, other=0)
+        if HAS_SOFTCAP or HAS_ALIBI:
+            s, _ = transform(s, scale, softcap, slope, rows_at[:, None], keys_at[None, :], HAS_SOFTCAP, HAS_ALIBI)
+            factor = 1.0
+        else:
+            factor = scale_log2
         if MASKED:
-            offs_k = key + tl.arange(0, BLOCK_K)
             seen = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])
-            s = tl.where(seen, s * scale_log2, float("-inf"))
+            s = tl.where(seen, s * factor, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # Pivot stays finite for rows without keys; -inf - (-inf) would be NaN.
             pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp2(s - pivot[:, None])
         else:
-            # scale_log2 >= 0, so it commutes with max, and scaling costs nothing inside the fused multiply-add.
-            new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+            # factor >= 0, so it commutes with max, and scaling costs nothing inside the fused multiply-add.
+            new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
             pivot = new_max
-            p = tl.exp2(s * scale_log2 - pivot[:, None])
+            p = tl.exp2(s * factor - pivot[:, None])
         shrink = tl.exp2(row_max - pivot)
         row_sum = row_sum * shrink + tl.sum(p, 1)
+        if HAS_DROPOUT:
+            p = tl.where(is_kept(seed, threshold, rows_at[:, None], keys_at[None, :], head, batch_row), p, 0.0)
         acc = acc * shrink[:, None]
         v = load_rows(v_ptr, key, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -74,22 +88,25 @@ def _visit_keys(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["Sq", "stride_bounds"])
+@triton.jit(do_not_specialize=["Sq", "stride_bounds", "seed", "threshold"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, lo_ptr, hi_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, lo_ptr, hi_ptr, out_ptr, lse_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_bounds, Sq, Hq, group, scale,
+    stride_bounds, Sq, Hq, group, scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INTO: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, Hq, VALUE_DIM] and lse, in memory [B, Hq, Sq], fp32; merged with what they hold if INTO.
 
-    lo, hi: [1 or B, Sq] int32; stride_bounds is 0 where batch rows share them.
+    lo, hi: [1 or B, Sq] int32; stride_bounds is 0 where batch rows share them. slopes: [Hq] fp32; rows_at [Sq] and
+    keys_at [Sk]: global positions, int32; each read only by scores that need it.
     """
     # Last rows first: under causal masks they see most, and long programs started late would leave SMs idle.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    batch_row = tl.program_id(2)
+    b = batch_row.to(tl.int64)
     row = block * BLOCK_Q
     q_ptr += b * stride_qb + h.to(tl.int64) * stride_qh
     k_ptr += b * stride_kb + (h // group).to(tl.int64) * stride_kh
@@ -108,25 +125,36 @@ def forward_kernel(
     q = load_rows(q_ptr, row, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
     # A negative scale is moved into q, where a change of sign is exact, so that the loop may assume scale >= 0.
     q = (q * tl.where(scale < 0, -1.0, 1.0)).to(q_ptr.dtype.element_ty)
-    scale_log2 = tl.abs(scale) * LOG2_E
+    scale = tl.abs(scale)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + h)
+    rows_at = offs_q
+    if HAS_ALIBI or HAS_DROPOUT:
+        rows_at = tl.load(rows_at_ptr + offs_q, mask=in_rows, other=0)
 
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     acc, row_max, row_sum = _visit_keys(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale_log2,
-        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale,
+        softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     acc, row_max, row_sum = _visit_keys(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale_log2,
-        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale,
+        softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     acc, row_max, row_sum = _visit_keys(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale_log2,
-        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale,
+        softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
+        HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
 
     is_seen = row_sum > 0
+    if HAS_DROPOUT:
+        acc = acc * keep_scale
     out = acc * tl.where(is_seen, 1.0 / row_sum, 0.0)[:, None]
     lse = tl.where(is_seen, row_max * LN_2 + tl.log(row_sum), float("-inf"))
     offs_d = tl.arange(0, BLOCK_DV)

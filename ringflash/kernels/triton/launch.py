@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from ringflash.kernels.backend import Backend, Call, Rows, Score
+from ringflash.kernels.backend import Backend, Call, Rows
 from ringflash.kernels.partial import Partial
+from ringflash.kernels.score import Score
 from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
 from ringflash.kernels.triton.forward import forward_kernel
 from ringflash.kernels.triton.tuning import (
@@ -42,8 +45,8 @@ class Triton(Backend):
         if call.dtype not in DTYPES:
             return f"dtype {call.dtype} is not one of float16, bfloat16, float32"
         for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
-            if not 16 <= dim <= 256:
-                return f"{name} {dim} is not in [16, 256]"
+            if dim > 256:
+                return f"{name} {dim} is more than 256"
         return None
 
     def forward(
@@ -51,16 +54,17 @@ class Triton(Backend):
     ) -> Partial:
         B, Sq, Hq, D = q.shape
         Hk, Dv = v.shape[2:]
-        if bounds.is_empty:
+        if bounds.columns == 0:
             return Partial.empty(q, Dv) if into is None else into
         partial = Partial.unset(q, Dv) if into is None else into
         assert _is_laid_out(partial.lse), "row statistics lie as row_statistic() makes them"
         block = tiles(FORWARD, max(D, Dv), q.dtype, _capability(q))
         lo, hi = bounds.to(q.device)
+        terms = Terms.of(score, bounds, q.device)
         with _on(q):
             forward_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
-                q, k, v, lo, hi, partial.out, partial.lse, *_strides(q, k, v), _batch_stride(lo), Sq, Hq, Hq // Hk,
-                score.factor, INTO=into is not None, **_constants(q, v, block),
+                q, k, v, lo, hi, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), _batch_stride(lo),
+                Sq, Hq, Hq // Hk, *terms.numbers, INTO=into is not None, **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
         return partial
 
@@ -79,26 +83,60 @@ class Triton(Backend):
     ) -> None:
         B, Sq, Hq, D = q.shape
         Sk, Hk, Dv = v.shape[1:]
-        if bounds.is_empty:
+        if bounds.columns == 0:
             return
         dim, capability = max(D, Dv), _capability(q)
         block = tiles(KEY_GRADIENT, dim, q.dtype, capability)
-        lo, hi = bounds.transposed.to(q.device)
+        lo, hi = bounds.columns_to(q.device)
+        terms = Terms.of(score, bounds, q.device)
         two_passes = deterministic or two_passes_are_faster(q.dtype, capability)
         strides = _strides(q, k, v, rows.dout)
         assert _is_laid_out(rows.lse) and _is_laid_out(rows.delta), "row statistics lie as row_statistic() makes them"
         with _on(q):
             key_gradient_kernel[(triton.cdiv(Sk, block.block_k), Hk, B)](
-                q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, dk, dv, *strides, _batch_stride(lo), Sq, Sk, Hq, Hk,
-                score.factor, ADD_DQ=not two_passes, **_constants(q, v, block),
+                q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, dk, dv, *terms.tensors, *strides, dk.stride(0),
+                dv.stride(0), _batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes,
+                **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
             if two_passes:
                 block = tiles(QUERY_GRADIENT, dim, q.dtype, capability)
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
-                    q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *strides, _batch_stride(lo), Sq, Hq, Hq // Hk,
-                    score.factor, **_constants(q, v, block),
+                    q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, _batch_stride(lo),
+                    Sq, Hq, Hq // Hk, *terms.numbers, **_constants(q, v, block), **terms.flags,
                 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a score asks of the kernels.
+
+    tensors: slopes, rows_at, keys_at, None where not asked for. numbers: scale, softcap, seed, threshold, keep_scale.
+    """
+
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None]
+    numbers: tuple[float, float, int, int, float]
+    flags: dict[str, bool]
+
+    @classmethod
+    def of(cls, score: Score, bounds: Bounds, device: torch.device) -> Terms:
+        slopes = None if score.alibi is None else _slopes(score.alibi, device)
+        positions = bounds.positions_to(device) if score.terms & {"alibi", "dropout"} else (None, None)
+        return cls(
+            (slopes, *positions),
+            (score.factor, score.softcap or 0.0, score.seed or 0, score.threshold, 1 / (1 - score.dropout)),
+            {
+                "HAS_SOFTCAP": score.softcap is not None,
+                "HAS_ALIBI": score.alibi is not None,
+                "HAS_DROPOUT": score.dropout > 0,
+            },
+        )
+
+
+@lru_cache(maxsize=64)
+def _slopes(alibi: tuple[float, ...], device: torch.device) -> Tensor:
+    """One copy per device, made before any stream but the current one knows it: the host waits for it, once."""
+    return torch.tensor(alibi, dtype=torch.float32, device=device)
 
 
 def _constants(q: Tensor, v: Tensor, block: Tiles) -> dict[str, Any]:
