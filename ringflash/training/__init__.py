@@ -1,5 +1,11 @@
 """Helpers for training on sharded sequences."""
 
-from ringflash.training.batch import position_ids, shift_labels
+from ringflash.training.batch import Packing, documents, position_ids, shard_batch, shift_labels
 
-__all__ = ["position_ids", "shift_labels"]
+__all__ = [
+    "Packing",
+    "documents",
+    "position_ids",
+    "shard_batch",
+    "shift_labels",
+]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringflash as rf
 from ringflash.testing.compare import assert_all_close, assert_close
-from ringflash.training import position_ids, shift_labels
+from ringflash.training import position_ids, shard_batch, shift_labels
 from tests.rings import LAYOUTS, name_of, on_workers, probe
 from tests.toy import Transformer, loss_sum, tokens_of, torch_attention
 
@@ -187,3 +187,38 @@ def steps_of_training(ring, steps):
 def test_R70_three_steps_of_a_plain_loop_end_at_the_same_parameters(workers):
     for ours, alone in on_workers(workers, 2, rf.Zigzag(), steps_of_training, 3):
         assert_all_close(ours, alone, torch.float32)
+
+
+DIMS = {"input_ids": 1, "labels": 1, "position_ids": 2, "attention_mask": -1, "pixel_values": None}
+
+
+def batch_of(B, S):
+    """What a processor for text and images gives: every entry names its own place."""
+
+    def numbered(*shape):
+        return torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+    return {
+        "input_ids": numbered(B, S),
+        "labels": -numbered(B, S),
+        "position_ids": numbered(3, B, S),
+        "attention_mask": numbered(B, 1, 1, S) % 2 == 0,
+        "pixel_values": numbered(B, 3, S, S),
+    }
+
+
+def cut_batch(ring, B, S):
+    return shard_batch(batch_of(B, S), ring, DIMS), ring.positions(S)
+
+
+@layouts
+@pytest.mark.parametrize(("B", "S"), [(2, 12), (3, 12), (3, 3), (2, 3), (1, 7)])
+def test_R63_every_tensor_is_cut_along_its_declared_axis(workers, B, S, layout):
+    whole = batch_of(B, S)
+    for local, mine in on_workers(workers, 2, layout, cut_batch, B, S):
+        assert list(local) == list(whole)
+        assert torch.equal(local["input_ids"], whole["input_ids"][:, mine])
+        assert torch.equal(local["labels"], whole["labels"][:, mine])
+        assert torch.equal(local["position_ids"], whole["position_ids"][:, :, mine])
+        assert torch.equal(local["attention_mask"], whole["attention_mask"][:, :, :, mine])
+        assert torch.equal(local["pixel_values"], whole["pixel_values"])
