@@ -1,5 +1,19 @@
 """Helpers for training on sharded sequences."""
 
-from ringflash.training.batch import position_ids, shift_labels
+from ringflash.training.batch import Packing, documents, position_ids, shard_batch, shift_labels
+from ringflash.training.chunked_loss import linear_cross_entropy
+from ringflash.training.loss import BatchTokens, count_tokens, token_loss
+from ringflash.training.sequences import sequence_sums
 
-__all__ = ["position_ids", "shift_labels"]
+__all__ = [
+    "BatchTokens",
+    "Packing",
+    "count_tokens",
+    "documents",
+    "linear_cross_entropy",
+    "position_ids",
+    "sequence_sums",
+    "shard_batch",
+    "shift_labels",
+    "token_loss",
+]

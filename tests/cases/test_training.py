@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ringflash as rf
 from ringflash.testing.compare import assert_all_close, assert_close
-from ringflash.training import position_ids, shift_labels
+from ringflash.training import count_tokens, position_ids, shard_batch, shift_labels, token_loss
 from tests.rings import LAYOUTS, name_of, on_workers, probe
 from tests.toy import Transformer, loss_sum, tokens_of, torch_attention
 
@@ -187,3 +188,104 @@ def steps_of_training(ring, steps):
 def test_R70_three_steps_of_a_plain_loop_end_at_the_same_parameters(workers):
     for ours, alone in on_workers(workers, 2, rf.Zigzag(), steps_of_training, 3):
         assert_all_close(ours, alone, torch.float32)
+
+
+LARGEST_NORM, RATE = 1.0, 0.5
+
+
+def clipped_step(model, loss):
+    """The norm of the gradients before clipping, and the parameters after one step of SGD."""
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    whole = {name.removeprefix("module."): whole_tensor(x) for name, x in model.state_dict().items()}
+    return float(whole_tensor(norm)), whole
+
+
+def whole_tensor(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def ddp_replicated(model, mesh, flat):
+    return DistributedDataParallel(model, process_group=flat.get_group())
+
+
+def hsdp_replicated(model, mesh, flat):
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp_sharded(model, mesh, flat):
+    return fully_shard(model, mesh=flat)
+
+
+def clipped_step_on_grid(wrap):
+    """In a worker: the step on a grid of 2 data-parallel copies of a ring of 2, of the last workers."""
+    first = dist.get_world_size() - 4
+    mesh = DeviceMesh("cpu", torch.arange(first, first + 4).reshape(2, 2), mesh_dim_names=("dp", "cp"))
+    flat = mesh._flatten("dp_cp")
+    if mesh.get_coordinate() is None:
+        return None
+    ring = rf.Ring(mesh["cp"])
+    row = mesh.get_local_rank("dp")
+    tokens = tokens_of(2, 14)[row : row + 1]
+    labels = ring.shard(shift_labels(tokens))
+    counted = count_tokens(labels, mesh, averaged_over=4)
+    model = wrap(steep_transformer(), mesh, flat)
+    logits = model(ring.shard(tokens), ring.positions(14), ring_attention(ring, rf.Causal(), 14))
+    return clipped_step(model, token_loss(logits, labels, counted))
+
+
+def steep_transformer():
+    """Gradients of a norm above LARGEST_NORM, or clipping would do nothing; fp64, to tell a wrong norm from rounding."""
+    model = Transformer(2).double()
+    with torch.no_grad():
+        model.head.weight *= 20
+    return model
+
+
+@pytest.mark.parametrize("wrap", [ddp_replicated, hsdp_replicated, fsdp_sharded])
+def test_R43_torchs_own_clipping_finds_the_norm_of_one_process(workers, wrap):
+    tokens = tokens_of(2, 14)
+    labels = shift_labels(tokens)
+    model = steep_transformer()
+    logits = model(tokens, torch.arange(14), torch_attention(torch.ones(14, 14).tril().bool()))
+    expected_norm, expected = clipped_step(model, loss_sum(logits, labels) / (labels != -100).sum())
+    assert expected_norm > 2 * LARGEST_NORM
+    for norm, parameters in workers.run(clipped_step_on_grid, wrap)[-4:]:
+        assert norm == pytest.approx(expected_norm, rel=1e-10)
+        assert_all_close(parameters, expected, torch.float64)
+
+
+DIMS = {"input_ids": 1, "labels": 1, "position_ids": 2, "attention_mask": -1, "pixel_values": None}
+
+
+def batch_of(B, S):
+    """What a processor for text and images gives: every entry names its own place."""
+
+    def numbered(*shape):
+        return torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+    return {
+        "input_ids": numbered(B, S),
+        "labels": -numbered(B, S),
+        "position_ids": numbered(3, B, S),
+        "attention_mask": numbered(B, 1, 1, S) % 2 == 0,
+        "pixel_values": numbered(B, 3, S, S),
+    }
+
+
+def cut_batch(ring, B, S):
+    return shard_batch(batch_of(B, S), ring, DIMS), ring.positions(S)
+
+
+@layouts
+@pytest.mark.parametrize(("B", "S"), [(2, 12), (3, 12), (3, 3), (2, 3), (1, 7)])
+def test_R63_every_tensor_is_cut_along_its_declared_axis(workers, B, S, layout):
+    whole = batch_of(B, S)
+    for local, mine in on_workers(workers, 2, layout, cut_batch, B, S):
+        assert list(local) == list(whole)
+        assert torch.equal(local["input_ids"], whole["input_ids"][:, mine])
+        assert torch.equal(local["labels"], whole["labels"][:, mine])
+        assert torch.equal(local["position_ids"], whole["position_ids"][:, :, mine])
+        assert torch.equal(local["attention_mask"], whole["attention_mask"][:, :, :, mine])
+        assert torch.equal(local["pixel_values"], whole["pixel_values"])
