@@ -125,9 +125,12 @@ def _markdown(what: str, about: dict[str, Any], rows: list[Row], notes: str) -> 
     names = list(dict.fromkeys(name for row in rows for name in row.tflops))
     lines = [f"# {what}", "", notes, "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     head = ["direction", "head dim", "heads", "mask", "tokens", "batch", "gpus", *(f"{n}, TFLOP/s" for n in names)]
+    extras = list(dict.fromkeys(name for row in rows for name in row.extra if name != "spread"))
+    head += [name.replace("_", " ") for name in extras]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         cells = [row.direction, row.head_dim, row.heads, row.mask, row.tokens, row.batch, row.gpus]
         cells += [f"{row.tflops[n]:.0f}" if n in row.tflops else "" for n in names]
+        cells += [row.extra.get(name, "") for name in extras]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

@@ -150,7 +150,7 @@ class Documents(Mask):
         return True
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        past = self._borders[0][:, -1]
+        past = self._borders[2][:, -1]
         return torch.zeros_like(past), past
 
     @cached_property
@@ -160,16 +160,27 @@ class Documents(Mask):
         Rows with fewer documents are filled up with empty ones; the last column is padding, empty as well.
         """
         rows = self._rows
-        lengths = torch.zeros(len(rows), max(1, *map(len, rows)) if len(rows) > 1 else max(1, len(rows[0])))
-        lengths = lengths.to(torch.int64)
+        lengths = torch.zeros(len(rows), self.most, dtype=torch.int64)
         for row, numbers in zip(lengths, rows, strict=True):
             row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
         ends = lengths.cumsum(1)
-        return ends, torch.nn.functional.pad(ends, (1, 0)), torch.cat([ends, ends[:, -1:]], 1)
+        starts = torch.nn.functional.pad(ends, (1, 0))
+        return ends, starts, torch.cat([ends, starts[:, -1:]], 1)
+
+    @property
+    def most(self) -> int:
+        """Documents of the batch row that has most."""
+        return max(map(len, self._rows))
+
+    @on_cpu
+    def index(self, positions: Tensor) -> Tensor:
+        """The document of each position, int64 [1 or B, S] for int64 positions [S]; padding is one past the last: `most`."""
+        ends = self._borders[0]
+        return torch.searchsorted(ends, positions.expand(ends.shape[0], -1).contiguous(), right=True)
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        ends, starts, stops = self._borders
-        document = torch.searchsorted(ends, positions.expand(ends.shape[0], -1).contiguous(), right=True)
+        _, starts, stops = self._borders
+        document = self.index(positions)
         lo, hi = starts.gather(1, document), stops.gather(1, document)
         if self.causal:
             hi = torch.minimum(hi, positions + 1)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ringflash.ring import Ring
+from ringflash.schedule.documents import Documents
 from ringflash.schedule.integers import integer, integers
-from ringflash.schedule.mask import Documents
 
 
 def shift_labels(
@@ -65,7 +65,8 @@ class Packing:
     """What a training step needs of a packed sequence of S tokens; made by `documents`.
 
     mask: for attention and `sequence_sums`.
-    position_ids: int64 [S] of the whole sequence, on the CPU, from 0 in every document and in the padding.
+    position_ids: int64 [S] of the whole sequence, on the CPU, from 0 in every document and in the padding; [B, S] where
+        batch rows are packed differently.
     """
 
     mask: Documents
@@ -73,23 +74,29 @@ class Packing:
 
     def labels(self, tokens: Tensor, *, ignore_index: int = -100) -> Tensor:
         """`shift_labels` within the documents: [B, S] for tokens [B, S] of WHOLE sequences."""
-        lengths, padding = self.mask.lengths, self.mask.padding
-        return shift_labels(tokens, lengths=lengths, padding=padding, ignore_index=ignore_index)
+        S = tokens.shape[-1]
+        if self.mask.length != S or self.mask.batch not in (None, tokens.shape[0]):
+            raise ValueError(f"labels: tokens has shape {tuple(tokens.shape)}, but the batch was packed as {self.mask}")
+        document = self.mask.index(torch.arange(S)).to(tokens.device)  # [1 or B, S]
+        goes_on = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] < self.mask.most)
+        labels = torch.full_like(tokens, ignore_index)
+        labels[..., :-1] = torch.where(goes_on, tokens[..., 1:], ignore_index)
+        return labels
 
 
 def documents(
     *,
-    lengths: Iterable[int] | Tensor | None = None,
+    lengths: Iterable[Any] | Tensor | None = None,
     cu_seqlens: Iterable[int] | Tensor | None = None,
-    position_ids: Iterable[int] | Tensor | None = None,
+    position_ids: Iterable[Any] | Tensor | None = None,
     causal: bool,
     length: int | None = None,
 ) -> Packing:
     """Mask and positions of a packed sequence, from whichever of three descriptions a collator gives.
 
-    lengths: tokens per document.
+    lengths: tokens per document, one list for all batch rows or one per row.
     cu_seqlens: cumulative lengths [0, n0, n0 + n1, ...].
-    position_ids: of the WHOLE sequence, restarting at 0 with every document: [S], or [1, S] as collators give them.
+    position_ids: of the WHOLE sequence, restarting at 0 with every document: [S], or [B, S] as collators give them.
     causal: must be named, as for Documents.
     length: tokens of the whole sequence; those after the last document are padding. Without it there is none.
 
@@ -101,20 +108,15 @@ def documents(
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
         raise ValueError(f"documents: got {named or 'nothing'}; must be exactly one of {', '.join(given)}")
+    whole = None if length is None else integer("documents: length", length)
     if position_ids is not None:
         mask = Documents.from_position_ids(_one_row(position_ids), causal=causal)
     elif cu_seqlens is not None:
-        mask = Documents.from_cu_seqlens(cu_seqlens, causal=causal)
+        mask = Documents.from_cu_seqlens(cu_seqlens, causal=causal, length=whole)
     else:
-        assert lengths is not None
-        mask = Documents(lengths, causal=causal)
-    if length is not None:
-        padding = integer("documents: length", length) - mask.length
-        if padding < 0 or (padding and position_ids is not None):
-            # Padding has no position ids of its own: whoever pads them made it a document, or several.
-            allowed = "must be equal" if position_ids is not None else "must be at most that"
-            raise ValueError(f"documents: {named[0]} describe {mask.length} tokens, length = {length}; {allowed}")
-        mask = Documents(mask.lengths, causal=causal, padding=padding)
+        mask = _padded(lengths, whole, causal)
+    if whole not in (None, mask.length):
+        raise ValueError(f"documents: {named[0]} describe {mask.length} tokens, length = {whole}; must be equal")
     return Packing(mask, _positions(mask))
 
 
@@ -163,18 +165,35 @@ def _size(name: str, x: object, dim: object) -> int:
     return x.shape[dim]
 
 
-def _one_row(ids: Iterable[int] | Tensor) -> Iterable[int] | Tensor:
-    if isinstance(ids, Tensor) and ids.dim() == 2:
-        if ids.shape[0] != 1:
-            raise ValueError(
-                f"documents: position_ids has shape {tuple(ids.shape)}; must be [S] or [1, S]: one packing for the batch"
-            )
-        return ids[0]
-    return ids
+def _one_row(ids: Iterable[Any] | Tensor) -> Iterable[Any] | Tensor:
+    """A batch of one row fits a batch of any."""
+    return ids[0] if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[0] == 1 else ids
+
+
+def _padded(lengths: Any, length: int | None, causal: bool) -> Documents:
+    """Documents with padding up to `length` in every batch row."""
+    is_nested = len(getattr(lengths, "shape", ())) == 2 or (
+        isinstance(lengths, (list, tuple)) and bool(lengths) and isinstance(lengths[0], (list, tuple))
+    )
+    name = "documents: lengths"
+    rows = [[integer(name, n) for n in integers(name, row)] for row in (lengths if is_nested else [lengths])]
+    totals = [sum(row) for row in rows]
+    whole = max(totals) if length is None else length
+    if max(totals) > whole:
+        raise ValueError(f"documents: lengths describe {max(totals)} tokens, length = {length}; must be at most that")
+    padding = [whole - total for total in totals]
+    return (
+        Documents(rows, causal=causal, padding=padding)
+        if is_nested
+        else (Documents(rows[0], causal=causal, padding=padding[0]))
+    )
 
 
 def _positions(mask: Documents) -> Tensor:
-    return position_ids([*mask.lengths, mask.padding])
+    position = torch.arange(mask.length)
+    lo, _ = Documents(mask.lengths, causal=False, padding=mask.padding).bounds(position)
+    ids = position - lo
+    return ids if mask.batch is not None else ids[0]
 
 
 def _ends(lengths: Iterable[int] | Tensor, S: int, padding: int) -> list[int]:

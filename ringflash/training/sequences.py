@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
 from ringflash.ring import Ring
-from ringflash.schedule.mask import Documents
+from ringflash.schedule.documents import Documents
 from ringflash.training.loss import sum_over_ranks
 
 
@@ -20,9 +20,10 @@ def sequence_sums(values: Tensor, documents: Documents, ring: Ring) -> Tensor:
 
     values: [B, S_local], floating point, cut by Ring.shard, such as log-probabilities; 0 where a token does not count
         (prompt tokens, or ignored labels of `linear_cross_entropy`).
-    documents: the packed documents, as for attention; Documents([S]) where each row is one sequence. Padding is left out.
+    documents: the packed documents, as for attention, alike in all batch rows or not; Documents([S]) where each row is one
+        sequence. Padding is left out.
 
-    Returns [B, len(documents.lengths)] in fp32 (fp64 for fp64). Differentiable: each rank computes the SAME loss from the
+    Returns [B, documents], as many as the row with most has, in fp32 (fp64 for fp64). Differentiable: each rank computes the SAME loss from the
     sums, and its values get the gradient that they would have in one process. Weight gradients of the ring's ranks are
     then summed; under DDP or FSDP2, which average, call backward on loss * ring.ranks.
 
@@ -40,13 +41,14 @@ def sequence_sums(values: Tensor, documents: Documents, ring: Ring) -> Tensor:
         raise ValueError(f"sequence_sums: values has shape {tuple(values.shape)}; must be [B, S_local]")
     B, S_local = values.shape
     N = ring.whole_length("sequence_sums", S_local, documents.length, "documents.length")
+    if documents.batch not in (None, B):
+        raise ValueError(f"sequence_sums: documents has {documents.batch} batch rows, values has {B}")
     facts = {"documents": documents.fingerprint, "batch": B, "dtype": str(values.dtype)}
     ring.agree("sequence_sums", facts)
 
-    ends = torch.tensor(documents.lengths, dtype=torch.int64).cumsum(0)
-    document = torch.searchsorted(ends, ring.positions(N), right=True)  # padding falls one past the last document
-    local = values.new_zeros(B, len(documents.lengths) + 1, dtype=accumulate_dtype(values.dtype))
-    local = local.index_add(1, document.to(values.device), values.to(local.dtype))
+    document = documents.index(ring.positions(N)).to(values.device).expand(B, -1)
+    local = values.new_zeros(B, documents.most + 1, dtype=accumulate_dtype(values.dtype))  # the last one is padding's
+    local = local.scatter_add(1, document, values.to(local.dtype))
     sums: Tensor = _SumOverRanks.apply(local[:, :-1], ring)
     return sums
 
