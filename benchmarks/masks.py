@@ -27,13 +27,13 @@ from ringflash.testing.compare import relative_error
 
 # (what the kernel reads, what a kernel made for causal squares would have in its place)
 FORWARD_CAUSAL = [
-    ("start = tl.load(lo_ptr + first)", "start = first * 0"),
+    ("begin = tl.load(lo_ptr + first)", "begin = first * 0"),
     ("end = tl.load(hi_ptr + last)", "end = last + 1"),
     ("all_from = tl.load(lo_ptr + last)", "all_from = first * 0"),
     ("all_until = tl.load(hi_ptr + first)", "all_until = first + 1"),
     ("n_left = tl.minimum(tl.cdiv(tl.maximum(all_from - start, 0), BLOCK), n_all)", "n_left = 0"),
-    ("lo = tl.load(lo_ptr + offs_q, mask=in_rows, other=0)", "lo = offs_q * 0"),
-    ("hi = tl.load(hi_ptr + offs_q, mask=in_rows, other=0)", "hi = offs_q + 1"),
+    ("lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)", "lo = offs_q * 0"),
+    ("hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)", "hi = offs_q + 1"),
     (
         "seen = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])",
         "seen = offs_k[None, :] < hi[:, None]",
@@ -45,7 +45,7 @@ def split_columns(first, last, Sq, BLOCK: tl.constexpr):
     n_all = tl.cdiv(tl.maximum(Sq - first, 0), BLOCK)
     n_left = tl.minimum(tl.cdiv(last - first, BLOCK), n_all)
     n_full = tl.maximum((Sq - first) // BLOCK, n_left)
-    return first, n_left, n_full, n_all, Sq
+    return first, n_left, n_full, n_all, first, Sq
 
 
 @triton.jit
@@ -54,13 +54,13 @@ BACKWARD_CAUSAL = [
     ("from ringflash.kernels.triton.forward import", "from causal_forward import"),
     ("\n@triton.jit\ndef _score_gradient(", SPLIT_COLUMNS),
     (
-        "split_blocks(lo_ptr, hi_ptr, key, tl.minimum(key + BLOCK_K, Sk) - 1, BLOCK_Q)",
+        "split_blocks(\n        lo_ptr, hi_ptr, key, tl.minimum(key + BLOCK_K, Sk) - 1, BLOCK_Q, BLOCK_Q\n    )",
         "split_columns(key, tl.minimum(key + BLOCK_K, Sk) - 1, Sq, BLOCK_Q)",
     ),
-    ("lo = tl.load(lo_ptr + offs_k, mask=in_keys, other=0)", "lo = offs_k"),
-    ("hi = tl.load(hi_ptr + offs_k, mask=in_keys, other=0)", "hi = offs_k * 0 + Sq"),
-    ("lo = tl.load(lo_ptr + offs_q, mask=in_rows, other=0)", "lo = offs_q * 0"),
-    ("hi = tl.load(hi_ptr + offs_q, mask=in_rows, other=0)", "hi = offs_q + 1"),
+    ("lo = tl.load(lo_ptr + offs_k, mask=offs_k < Sk, other=0)", "lo = offs_k"),
+    ("hi = tl.load(hi_ptr + offs_k, mask=offs_k < Sk, other=0)", "hi = offs_k * 0 + end"),
+    ("lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)", "lo = offs_q * 0"),
+    ("hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)", "hi = offs_q + 1"),
     (
         "visible = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])",
         "visible = offs_k[None, :] < hi[:, None]",
@@ -110,7 +110,7 @@ def overhead(tokens: int, head_dim: int, heads: tuple[int, int], kernels: dict[s
     rows = []
     for direction, run, factor in (("forward", attend, 1.0), ("backward", lambda: grad(outs["ringflash"]), 2.5)):
         with torch.no_grad() if direction == "forward" else torch.enable_grad():
-            times = interleaved({"ringflash": run, "compile_time_causal": lambda: fixed(run)}, rounds)  # noqa: B023
+            times = interleaved({"ringflash": run, "compile_time_causal": lambda: fixed(run)}, rounds, head_start_ms=4)  # noqa: B023
         rows.append(
             Row(
                 direction, head_dim, f"{heads[0]}:{heads[1]}", "causal", tokens, 1, 1,
@@ -156,7 +156,7 @@ def packed(head_dim: int, heads: tuple[int, int], rounds: int) -> list[Row]:
             for name, mask in masks.items()
         }
         with torch.no_grad() if direction == "forward" else torch.enable_grad():
-            times = interleaved(runs, rounds)
+            times = interleaved(runs, rounds, head_start_ms=4)
             counts = {name: launches(run) for name, run in runs.items()}
         per_pair = {
             name: times[name].median_ms / plan(mask, rf.Contiguous(), tokens).pairs for name, mask in masks.items()

@@ -30,8 +30,14 @@ class Timing:
         return flops / self.median_ms / 1e9
 
 
-def interleaved(candidates: dict[str, Callable[[], Any]], rounds: int = 15, warmup: int = 3) -> dict[str, Timing]:
-    """Time every candidate once per round, in turn, so that clocks and heat are the same for all."""
+def interleaved(
+    candidates: dict[str, Callable[[], Any]], rounds: int = 15, warmup: int = 3, *, head_start_ms: float = 0.0
+) -> dict[str, Timing]:
+    """Time every candidate once per round, in turn, so that clocks and heat are the same for all.
+
+    head_start_ms: how long the GPU is kept busy before each, so that the host has queued everything when it starts, as in
+        a training step; 0 counts the host's time to the first launch in.
+    """
     for run in candidates.values():
         for _ in range(warmup):
             run()
@@ -39,6 +45,8 @@ def interleaved(candidates: dict[str, Callable[[], Any]], rounds: int = 15, warm
     for _ in range(rounds):
         for name, run in candidates.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            if head_start_ms:
+                torch.cuda._sleep(int(head_start_ms * 2e6))  # cycles, at most 2 GHz
             start.record()
             run()
             end.record()

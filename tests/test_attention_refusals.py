@@ -53,7 +53,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("given", "error", "message"), SHAPES, ids=[message[:40] for _, _, message in SHAPES])
 def test_tensors_that_do_not_fit_are_refused(given, error, message):
-    """R20 (7 heads over 2) and R11 (8-bit inputs) among them."""
+    """R71; R20 (7 heads over 2) and R11 (8-bit inputs) among them."""
     with pytest.raises(error) as caught:
         attend(**given)
     assert str(caught.value).startswith("attention: ") and message in str(caught.value)

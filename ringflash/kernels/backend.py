@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -10,7 +13,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ringflash.kernels.partial import Partial
+from ringflash.kernels.partial import Partial, accumulate_dtype, delta
 from ringflash.kernels.score import Score
 from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds
@@ -82,11 +85,19 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Bounds,
+        score: Score,
+        into: Partial | None = None,
+        is_last: bool = False,
     ) -> Partial:
         """Attention over these keys, merged into `into` (in place) if given. See Partial for shapes.
 
         Sinks are left out: they are merged once, when all keys are done.
+        is_last: no keys follow, so out may come back rounded to q's type, which spares a pass over it.
         """
 
     @abstractmethod
@@ -102,11 +113,30 @@ class Backend(ABC):
         dk: Tensor,
         dv: Tensor,
         deterministic: bool,
+        is_all: bool = False,
     ) -> None:
         """Add these keys' share of the gradients into dq, dk, dv, given by the caller in the accumulate type.
 
         deterministic: the same bits on every run.
+        is_all: these keys are all that the queries see, and the queries all that see the keys. dq, dk and dv are then
+            unset memory in q's type, to be written whole.
         """
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        """See partial.delta."""
+        return delta(out, dout, dlse)
+
+
+@contextmanager
+def summed(is_all: bool, q: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For backends that only add: sums to add into, from which unset `gradients` are written where `is_all`."""
+    if not is_all:
+        yield gradients
+        return
+    sums = tuple(x.new_zeros(x.shape, dtype=accumulate_dtype(q.dtype)) for x in gradients)
+    yield sums
+    for x, total in zip(gradients, sums, strict=True):
+        x.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -136,10 +166,18 @@ def choose(call: Call, name: str | None = None) -> Choice:
         if backend is not None:
             reason = backend.refuses(call)
             if reason is None:
+                _warn_of_reference(candidate, refusals)
                 return Choice(backend, tuple(refusals))
         refusals.append((candidate, str(reason)))
     reasons = "attention: " + "; ".join(cannot_run(n, reason) for n, reason in refusals)
     raise NotImplementedError(reasons if name is None else f"{reasons}. {OTHER_BACKENDS}")
+
+
+def _warn_of_reference(chosen: str, refusals: list[tuple[str, str]]) -> None:
+    """Once per kind of call: right, but far slower than what was asked first."""
+    if chosen == "reference" and refusals:
+        reasons = "; ".join(cannot_run(name, reason) for name, reason in refusals)
+        warnings.warn(f"attention: {reasons}. The reference serves it, in plain torch and slowly", stacklevel=4)
 
 
 OTHER_BACKENDS = "Use backend='reference' or None"

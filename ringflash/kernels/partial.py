@@ -36,11 +36,14 @@ class Partial:
         return partial
 
     @classmethod
-    def unset(cls, q: Tensor, value_dim: int) -> Partial:
-        """Memory for a partial that a kernel is about to write whole, in the layout that kernels rely on."""
+    def unset(cls, q: Tensor, value_dim: int, *, rounded: bool = False) -> Partial:
+        """Memory for a partial that a kernel is about to write whole, in the layout that kernels rely on.
+
+        rounded: out in q's type, for a result that nothing will be merged with.
+        """
         B, Sq, Hq, _ = q.shape
         return cls(
-            q.new_empty(B, Sq, Hq, value_dim, dtype=accumulate_dtype(q.dtype)),
+            q.new_empty(B, Sq, Hq, value_dim, dtype=q.dtype if rounded else accumulate_dtype(q.dtype)),
             row_statistic(q, accumulate_dtype(q.dtype)),
         )
 

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ringflash.kernels.backend import Backend, Call, Rows
+from ringflash.kernels.backend import Backend, Call, Rows, summed
 from ringflash.kernels.partial import Partial, accumulate_dtype
 from ringflash.kernels.score import Score
 from ringflash.schedule.tiles import Bounds
@@ -38,9 +38,13 @@ class Block:
         """0 where hidden: padding may hold anything, and 0 times NaN is NaN."""
         return ds if self.hidden is None else ds.masked_fill(self.hidden, 0.0)
 
-    def filled(self, x: Tensor) -> Tensor:
+    def of_rows(self, x: Tensor) -> Tensor:
         """x [B, Hk, group, rows, D] with 0 in rows that see no key of this block, for the same reason."""
         return x if self.hidden is None else x.masked_fill(self.hidden.all(-1, keepdim=True), 0.0)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """x [B, Hk, 1, keys, D] with 0 in keys that no row of this block sees."""
+        return x if self.hidden is None else x.masked_fill(self.hidden.all(-2)[..., None], 0.0)
 
 
 class Reference(Backend):
@@ -52,7 +56,14 @@ class Reference(Backend):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Bounds,
+        score: Score,
+        into: Partial | None = None,
+        is_last: bool = False,
     ) -> Partial:
         partial = Partial.empty(q, v.shape[-1]) if into is None else into
         Hk = k.shape[2]
@@ -62,7 +73,7 @@ class Reference(Backend):
             p = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
             if score.dropout:
                 p = p * score.keep(p, block.rows_at, block.keys_at)
-            out = p @ _by_head(v[:, block.keys], Hk)
+            out = p @ block.of_keys(_by_head(v[:, block.keys], Hk))
             here = Partial(
                 rearrange(out, "B Hk group Sq Dv -> B Sq (Hk group) Dv"),
                 rearrange(lse, "B Hk group Sq -> B Sq (Hk group)"),
@@ -82,11 +93,27 @@ class Reference(Backend):
         dk: Tensor,
         dv: Tensor,
         deterministic: bool,
+        is_all: bool = False,
+    ) -> None:
+        with summed(is_all, q, dq, dk, dv) as (dq, dk, dv):
+            self._add_gradients(q, k, v, rows, bounds, score, dq, dk, dv)
+
+    def _add_gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        bounds: Bounds,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
     ) -> None:
         Hk = k.shape[2]
         for block in _blocks(bounds, q.device, score):
-            q_b, dout_b = (block.filled(_by_head(x[:, block.rows], Hk)) for x in (q, rows.dout))
-            k_b, v_b = _by_head(k[:, block.keys], Hk), _by_head(v[:, block.keys], Hk)
+            q_b, dout_b = (block.of_rows(_by_head(x[:, block.rows], Hk)) for x in (q, rows.dout))
+            k_b, v_b = (block.of_keys(_by_head(x[:, block.keys], Hk)) for x in (k, v))
             lse_b, delta_b = (
                 rearrange(x[:, block.rows], "B Sq (Hk group) -> B Hk group Sq 1", Hk=Hk) for x in (rows.lse, rows.delta)
             )

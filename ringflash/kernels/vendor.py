@@ -15,7 +15,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from ringflash.kernels.backend import Backend, Call, Rows
+from ringflash.kernels.backend import Backend, Call, Rows, summed
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.score import Score
 from ringflash.schedule.plan import Plan
@@ -88,7 +88,14 @@ class Vendor(Backend):
         """dq, dk, dv of [B, H, S, D] tensors, given the merged out and lse."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Bounds,
+        score: Score,
+        into: Partial | None = None,
+        is_last: bool = False,
     ) -> Partial:
         partial = Partial.empty(q, v.shape[-1]) if into is None else into
         for piece in _pieces(bounds):
@@ -111,19 +118,21 @@ class Vendor(Backend):
         dk: Tensor,
         dv: Tensor,
         deterministic: bool,
+        is_all: bool = False,
     ) -> None:
         assert not rows.has_dlse, "refuses() comes first"
         Hk = k.shape[2]
-        for piece in _pieces(bounds):
-            inputs = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
-            dout, out = (_heads_first(x[:, piece.rows]) for x in (rows.dout, rows.out))
-            lse = rows.lse[:, piece.rows].transpose(1, 2).contiguous()
-            dq_p, dk_p, dv_p = self.attend_backward(
-                *_repeat_heads(*inputs), dout, out, lse, piece.is_causal, score.factor
-            )
-            dq[:, piece.rows] += dq_p.transpose(1, 2)
-            for total, share in ((dk, dk_p), (dv, dv_p)):
-                total[:, piece.keys] += reduce(share.to(total.dtype), "B (Hk group) S D -> B S Hk D", "sum", Hk=Hk)
+        with summed(is_all, q, dq, dk, dv) as (dq, dk, dv):
+            for piece in _pieces(bounds):
+                inputs = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
+                dout, out = (_heads_first(x[:, piece.rows]) for x in (rows.dout, rows.out))
+                lse = rows.lse[:, piece.rows].transpose(1, 2).contiguous()
+                dq_p, dk_p, dv_p = self.attend_backward(
+                    *_repeat_heads(*inputs), dout, out, lse, piece.is_causal, score.factor
+                )
+                dq[:, piece.rows] += dq_p.transpose(1, 2)
+                for total, share in ((dk, dk_p), (dv, dv_p)):
+                    total[:, piece.keys] += reduce(share.to(total.dtype), "B (Hk group) S D -> B S Hk D", "sum", Hk=Hk)
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Rows
-from ringflash.kernels.partial import Partial, accumulate_dtype, delta, sinks_gradient
+from ringflash.kernels.partial import Partial, accumulate_dtype, sinks_gradient
 from ringflash.kernels.score import Score
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.plan import Plan
@@ -37,14 +37,19 @@ class Work:
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
     """Attention of the local queries over the whole sequence, in the accumulate type; see Partial for shapes."""
     partial: Partial | None = None
+    # Sinks are merged after the last keys, and need what is there unrounded.
+    final = work.plans[-1] if work.score.sinks is None else None
     for plan in work.plans:
         for source, (k_s, v_s) in work.transport.stream((k, v), plan.needs):
-            partial = work.backend.forward(q, k_s, v_s, plan[source], work.score, into=partial)
+            is_last = plan is final and source == plan.last
+            partial = work.backend.forward(q, k_s, v_s, plan[source], work.score, into=partial, is_last=is_last)
     return partial or Partial.empty(q, v.shape[-1])
 
 
 def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the local tensors in the accumulate type. Keys travel; dk and dv follow them and come home."""
+    """dq, dk, dv of the local tensors, unrounded where anything travels. Keys travel; dk and dv follow and come home."""
+    if len(work.plans) == 1 and work.plans[0].is_local:
+        return _local_backward(q, k, v, rows, work)
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
     sums: tuple[Tensor, ...] | None = None
     for plan in work.plans:
@@ -56,6 +61,14 @@ def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tu
         sums = home if sums is None else tuple(a.add_(b) for a, b in zip(sums, home, strict=True))
     assert sums is not None, "a call has at least one plan"
     dk, dv = sums
+    return dq, dk, dv
+
+
+def _local_backward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    """Nothing to add up, so gradients are written once, rounded, without a pass to clear or to round them."""
+    plan = work.plans[0]
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    work.backend.backward(q, k, v, rows, plan[plan.rank], work.score, dq, dk, dv, work.deterministic, is_all=True)
     return dq, dk, dv
 
 
@@ -79,7 +92,7 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         with torch.no_grad(), _as_given(q):
             dense_dout = torch.zeros_like(out) if dout is None else last_stride_one(dout)
-            rows = Rows(out, dense_dout, lse, delta(out, dense_dout, dlse), has_dlse=dlse is not None)
+            rows = Rows(out, dense_dout, lse, ctx.work.backend.delta(out, dense_dout, dlse), has_dlse=dlse is not None)
             # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
             gradients: list[Tensor | None] = [*backward_pass(q, k, v, rows, ctx.work)]
             gradients.append(None if sinks is None else sinks_gradient(sinks, lse, rows.delta))

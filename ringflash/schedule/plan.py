@@ -108,6 +108,17 @@ class Plan:
         return tuple(source for source in range(self.ranks) if self.keys(source) != NOTHING)
 
     @property
+    def last(self) -> int | None:
+        """The source that a ring brings last of those that are seen from here."""
+        return max(self.sources, key=lambda source: (self.rank - source) % self.ranks, default=None)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing travels in the whole ring, not even past this rank, and this rank sees all of its own keys."""
+        own = slice(0, cut(self.layout, self.length, self.ranks).shard_lengths[self.rank])
+        return self.hops == 0 and own != NOTHING and self.keys(self.rank) == own
+
+    @property
     def hops(self) -> int:
         """Hops after which nobody in the ring needs a shard any more; at most ranks - 1, the same on every rank.
 

@@ -27,7 +27,7 @@ from ringflash.kernels.triton.forward import forward_kernel
 from ringflash.kernels.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, Tiles, padded, tiles
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FP32_POINTERS = ("out_ptr", "lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "slopes_ptr")
+FP32_POINTERS = ("before_ptr", "out_ptr", "lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "slopes_ptr")
 INT_POINTERS = ("lo_ptr", "hi_ptr", "rows_at_ptr", "keys_at_ptr")
 FLOATS, LONGS = ("scale", "softcap", "keep_scale"), ("seed", "threshold")
 
@@ -89,17 +89,28 @@ def compile_variant(variant: Variant) -> Usage:
         "BLOCK_DV": padded(variant.head_dim),
         "PRECISION": "bf16x6" if variant.dtype == torch.float32 else "tf32",
     }
+    # Results are rounded where they are stored for good, which is where nothing is added up.
+    is_whole = variant.flag is not None and not variant.flag[1]
+    constants |= {"IS_LAST": is_whole, "STORE": is_whole}
     constants |= dict.fromkeys(("HAS_SOFTCAP", "HAS_ALIBI", "HAS_DROPOUT"), variant.is_scored)
     if not variant.is_scored:
         constants |= dict.fromkeys(("slopes_ptr", "rows_at_ptr", "keys_at_ptr"))
     if variant.flag is not None:
         constants[variant.flag[0]] = variant.flag[1]
+    constants = {name: value for name, value in constants.items() if name in variant.kernel.arg_names}
     signature, attributes = {}, {}
     for position, name in enumerate(variant.kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            kind = "fp32" if name in FP32_POINTERS else "i32" if name in INT_POINTERS else SHORT[variant.dtype]
+            is_rounded = is_whole and name in ("out_ptr", "dk_ptr", "dv_ptr")
+            kind = (
+                "fp32"
+                if name in FP32_POINTERS and not is_rounded
+                else "i32"
+                if name in INT_POINTERS
+                else SHORT[variant.dtype]
+            )
             signature[name] = f"*{kind}"
         else:
             signature[name] = "fp32" if name in FLOATS else "i64" if name in LONGS else "i32"

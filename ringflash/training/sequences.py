@@ -23,7 +23,8 @@ def sequence_sums(values: Tensor, documents: Documents, ring: Ring) -> Tensor:
     documents: the packed documents, as for attention, alike in all batch rows or not; Documents([S]) where each row is one
         sequence. Padding is left out.
 
-    Returns [B, documents], as many as the row with most has, in fp32 (fp64 for fp64). Differentiable: each rank computes the SAME loss from the
+    Returns [B, documents], as many as the row with most has, in fp32 (fp64 for fp64).
+    Differentiable: each rank computes the SAME loss from the
     sums, and its values get the gradient that they would have in one process. Weight gradients of the ring's ranks are
     then summed; under DDP or FSDP2, which average, call backward on loss * ring.ranks.
 

@@ -1,11 +1,14 @@
 """Section C of the cases: who sees whom, read from numbers that can be checked by hand."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 import ringflash as rf
+from ringflash.kernels.reference import Reference
+from ringflash.schedule.plan import Plan
 from ringflash.testing.compare import assert_all_close, assert_close
 from ringflash.testing.oracle import dense_gradients, visible
 from ringflash.testing.sharded import attend_sharded, draw
@@ -191,16 +194,121 @@ def test_R32_equal_borders_of_any_kind_give_the_same_bits(borders):
 
 
 @layouts
-def test_padding_that_holds_huge_numbers_has_no_effect(layout):
-    """R33, as far as one packing for the batch says it: the padding of 12 - 7 tokens is full of 1e4."""
-    mask = rf.Documents([7], causal=False, padding=5)
-    inputs = draw(queries=12, heads=(2, 1), dtype=torch.float32)
-    for name in ("q", "k", "v", "dout"):
-        inputs[name][:, 7:] = 1e4
-    inputs["dlse"] = None
-    real = {name: x[:, :7] for name, x in inputs.items() if x is not None}
-    expected = dense_gradients(**real, mask=rf.Full())
-    for results in in_process(2, layout, partial(attend_sharded, **inputs, mask=mask)):
-        for name, x in expected.items():
-            assert_close(results[name][:, :7], x, torch.float32, name)
-            assert (results[name][:, 7:] == (-torch.inf if name == "lse" else 0)).all()
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("borders", "heads"),
+    [([0, 0, 5, 5, 12, 12], (4, 2)), ([0, 0, 0, 0, 1], (21, 7)), ([0, 0, 1, 1, 2, 2, 3], (2, 1)), ([0, 0, 0], (2, 1))],
+    ids=str,
+)
+def test_R22_documents_may_be_empty(borders, heads, ranks, layout):
+    problem = {"queries": borders[-1], "heads": heads}
+    filled = sorted(set(borders))
+    expected = dense(problem, mask=rf.Documents.from_cu_seqlens(filled, causal=True))
+    mask = rf.Documents.from_cu_seqlens(borders, causal=True)
+    for results in attend_in_process(ranks, layout, problem, {"mask": mask}):
+        assert_all_close(results, expected, F64)
+
+
+def alone(inputs, row, real):
+    """What the oracle says about the real tokens of one batch row, on their own."""
+    own = {name: x[row : row + 1, real] for name, x in inputs.items()}
+    return dense_gradients(**own, mask=rf.Causal())
+
+
+@layouts
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("filling", [1e4, torch.nan], ids=str)
+def test_R33_R34_padded_batches(side, filling, layout):
+    """The mask as collators give it, sharded like the tokens; what lies in the padding has no effect, be it NaN."""
+    lengths = [12, 7 if side == "right" else 5]
+    is_real = torch.zeros(2, 12, dtype=torch.bool)
+    for row, n in enumerate(lengths):
+        is_real[row, :n] = True
+    is_real = is_real if side == "right" else is_real.flip(1)
+    inputs = draw(batch=2, queries=12, heads=(2, 1), dtype=F64)
+    for x in inputs.values():
+        x[~is_real] = filling
+
+    def step(ring):
+        mask = rf.Padding.from_mask(ring.gather(ring.shard(is_real))) & rf.Causal()
+        return attend_sharded(ring, **inputs, mask=mask)
+
+    for results in in_process(2, layout, step):
+        for row in range(2):
+            real = is_real[row]
+            for name, x in alone(inputs, row, real).items():
+                assert_close(results[name][row : row + 1, real], x, F64, name)
+                assert (results[name][row, ~real] == (-torch.inf if name == "lse" else 0)).all(), name
+
+
+def test_R33_a_padding_mask_of_the_wrong_shape_is_refused():
+    q = torch.zeros(2, 12, 2, 4)
+    for shape in ((12,), (2, 12, 1), (1, 1, 12, 12)):
+        with pytest.raises(ValueError, match="a mask of shape"):
+            rf.Padding.from_mask(torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match="made for 3 batch rows, q has 2"):
+        rf.attention(q, q, q, mask=rf.Padding.from_mask(torch.ones(3, 12).bool()))
+    with pytest.raises(ValueError, match="made for 11 tokens, the sequence has 12"):
+        rf.attention(q, q, q, mask=rf.Padding.from_mask(torch.ones(2, 11).bool()))
+
+
+def test_R21_key_lengths_per_batch_row():
+    """Rows of 16, 9 and 1 real keys, queries of another length."""
+    problem = {"batch": 3, "queries": 5, "keys": 16, "heads": (2, 1)}
+    mask = rf.Padding.right([16, 9, 1], length=16, keys_only=True)
+    for results in attend_in_process(2, rf.Zigzag(), problem, {"mask": mask}):
+        assert_all_close(results, dense(problem, mask=mask), F64)
+
+
+@layouts
+def test_R26_keys_that_the_ranks_do_not_divide(layout):
+    """Two queries, five keys, three of them on one rank."""
+    for results in in_process(2, layout, partial(attend_sharded, **last_two_of(5), mask=rf.Causal())):
+        assert results["out"].flatten().tolist() == pytest.approx([1.5, 2.0])
+
+
+@layouts
+def test_R35_a_prefix_is_seen_in_both_directions(layout):
+    """The prefix of 5 ends inside rank 1 of a contiguous layout."""
+    out, seen, _, _ = probed(4, layout, 16, rf.Prefix(5))
+    assert out == pytest.approx([2.0] * 5 + [i / 2 for i in range(5, 16)])
+    assert seen == pytest.approx([5.0] * 5 + [i + 1 for i in range(5, 16)])
+
+
+@layouts
+def test_first_tokens_and_a_window(layout):
+    """A union of two intervals: means of positions 0, 1 and of the last three."""
+    out, seen, _, _ = probed(4, layout, 16, rf.FirstKeys(2) & rf.Causal() | rf.Window(2, 0))
+    assert seen == pytest.approx([1, 2, 3, 4] + [5] * 12)
+    assert out == pytest.approx([0, 0.5, 1, 1.5] + [(0 + 1 + 3 * i - 3) / 5 for i in range(4, 16)])
+
+
+LAYERS = 6
+MANY = {"1": [128], "16": [8] * 16, "64": [2] * 64}
+
+
+def work_of_documents(lengths, layers=LAYERS):
+    """(calls of the backend, messages, times that index tensors were made) of several layers over one batch, by rank."""
+
+    def step(ring):
+        mask = rf.Documents(lengths, causal=True)
+        q, k, v = (ring.shard(torch.randn(1, 128, 2, 4)).requires_grad_() for _ in range(3))
+        for _ in range(layers):
+            rf.attention(q, k, v, ring=ring, mask=mask).sum().backward()
+
+    calls, made = [], []
+    forward, form = Reference.forward, Plan._form_bounds
+    with (
+        mock.patch.object(Reference, "forward", lambda *a, **o: (calls.append(1), forward(*a, **o))[1]),
+        mock.patch.object(Plan, "_form_bounds", lambda *a: (made.append(1), form(*a))[1]),
+    ):
+        in_process(4, rf.Striped(), step)
+    return len(calls), len(made)
+
+
+def test_R78_work_does_not_grow_with_the_number_of_documents():
+    """Of 128 tokens on 4 ranks; and index tensors are made once per batch and rank, not per layer."""
+    work = {name: work_of_documents(lengths) for name, lengths in MANY.items()}
+    every_source = 4 * 4 * LAYERS
+    assert work["1"] == (every_source, 4)
+    assert all(calls <= every_source and made == 4 for calls, made in work.values())

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import ringflash as rf
@@ -197,3 +198,52 @@ def test_R13_the_result_does_not_depend_on_random_state_nor_change_it(workers):
         for results, stood_still in found:
             assert stood_still
             assert all(torch.equal(results[name], first[name]) for name in first)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP, hidden 128, 4 heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(128), nn.RMSNorm(128)
+        self.qkv, self.out = nn.Linear(128, 384, bias=False), nn.Linear(128, 128, bias=False)
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x, ring):
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (12, 32)).chunk(3, dim=2)
+        x = x + self.out(rf.attention(q, k, v, ring=ring, mask=rf.Causal()).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+def deep_stack(ring, dtype):
+    """(loss, gradient of every parameter) of 24 layers over 512 tokens, summed over the ring; products in `dtype`."""
+    generator = torch.Generator().manual_seed(0)  # ranks are threads, and share the global one
+    x, labels = torch.randn(1, 512, 128, generator=generator), torch.randint(64, (1, 512), generator=generator)
+    x, labels = ring.shard(x), ring.shard(labels)
+    # Without its cache, which threads would share.
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == BF16, cache_enabled=False):
+        for layer in STACK:
+            x = layer(x, ring)
+        logits = HEAD(x)
+    loss = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / 512
+    gradients = torch.autograd.grad(loss, [*STACK.parameters(), *HEAD.parameters()])
+    return float(loss.detach()), gradients
+
+
+torch.manual_seed(1)
+STACK = nn.ModuleList(Layer() for _ in range(24))
+HEAD = nn.Linear(128, 64)
+
+
+@pytest.mark.slow
+def test_R05_errors_do_not_build_up_through_a_deep_stack():
+    """bf16 products, fp32 weights, four ranks against one."""
+    exact, alone = (in_process(1, rf.Zigzag(), deep_stack, dtype)[0] for dtype in (F32, BF16))
+    ranks = in_process(4, rf.Zigzag(), deep_stack, BF16)
+    loss = sum(part for part, _ in ranks)
+    gradients = [torch.stack(parts).sum(0) for parts in zip(*(grads for _, grads in ranks), strict=True)]
+    assert loss == pytest.approx(alone[0], rel=1e-3)
+    for mine, one, true in zip(gradients, alone[1], exact[1], strict=True):
+        assert float(mine.norm()) == pytest.approx(float(one.norm()), rel=1e-2)
+        mine_cos, one_cos = (functional.cosine_similarity(x.flatten(), true.flatten(), dim=0) for x in (mine, one))
+        assert mine_cos >= one_cos - 0.002

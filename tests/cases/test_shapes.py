@@ -135,3 +135,23 @@ def test_R25_the_smallest_problems_are_exact_and_keep_their_shape(length, dim, m
     for results in attend_in_process(2, layout, problem, {"mask": mask}):
         assert results["out"].shape == (1, length, 1, dim) and results["lse"].shape == (1, length, 1)
         assert_all_close(results, dense(problem, mask=mask), torch.float64)
+
+
+@pytest.mark.parametrize(
+    "dim", [1, 3, 8, 16, 24, 32, 40, 48, 56, 63, 64, 72, 80, 88, 96, 112, 120, 128, 160, 192, 256, 512, 576]
+)
+def test_R17_every_head_dim_counts_its_last_channel(dim):
+    """The only value that tells keys apart, and the only value of v, stand in the last channel."""
+    inputs = draw(queries=9, heads=(1, 1), dim=dim)
+    for name in ("q", "k", "v"):
+        inputs[name][..., :-1] = 0.0
+    expected = dense_gradients(**inputs, mask=rf.Causal())
+    for results in in_process(2, rf.Zigzag(), partial(attend_sharded, **inputs, mask=rf.Causal())):
+        assert_all_close(results, expected, torch.float64)
+
+
+def test_R17_the_head_dims_of_latent_attention():
+    """576 for q and k, 512 for v, one key head for all."""
+    problem = {"queries": 12, "heads": (4, 1), "dim": 576, "value_dim": 512}
+    for results in attend_in_process(2, rf.Zigzag(), problem, {"mask": rf.Causal()}):
+        assert_all_close(results, dense(problem, mask=rf.Causal()), torch.float64)

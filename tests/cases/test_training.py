@@ -10,11 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
 from ringflash.testing.compare import assert_all_close, assert_close
+from ringflash.testing.sharded import draw
 from ringflash.training import count_tokens, position_ids, shard_batch, shift_labels, token_loss
-from tests.rings import LAYOUTS, name_of, on_workers, probe
+from tests.rings import LAYOUTS, in_process, name_of, on_workers, probe
 from tests.toy import Transformer, loss_sum, tokens_of, torch_attention
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
@@ -289,3 +291,31 @@ def test_R63_every_tensor_is_cut_along_its_declared_axis(workers, B, S, layout):
         assert torch.equal(local["position_ids"], whole["position_ids"][:, :, mine])
         assert torch.equal(local["attention_mask"], whole["attention_mask"][:, :, :, mine])
         assert torch.equal(local["pixel_values"], whole["pixel_values"])
+
+
+def dropped(ring, seed, recomputed):
+    """out and dq, dk, dv of attention with dropout, gathered; forward run again in backward if `recomputed`."""
+    inputs = draw(queries=13, heads=(4, 2), dim=8)
+    q, k, v = (ring.shard(inputs[name]).clone().requires_grad_() for name in ("q", "k", "v"))
+    score = rf.Score(dropout=0.1, seed=seed)
+
+    def attend(q, k, v):
+        return rf.attention(q, k, v, ring=ring, mask=rf.Causal(), score=score, length=13)
+
+    state = torch.get_rng_state()
+    out = checkpoint(attend, q, k, v, use_reentrant=False) if recomputed else attend(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), ring.shard(inputs["dout"]))
+    assert torch.equal(state, torch.get_rng_state())
+    return {name: ring.gather(x.detach(), length=13) for name, x in zip("oqkv", (out, *grads), strict=True)}
+
+
+@layouts
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_R47_dropout_is_the_same_for_every_number_of_ranks_and_in_recomputation(recomputed, layout):
+    """And it moves no generator; another seed drops others."""
+    expected = in_process(1, layout, dropped, 5, False)[0]
+    assert (expected["o"] - in_process(1, layout, dropped, 6, False)[0]["o"]).abs().max() > 0.01
+    for ranks in (1, 2, 4):
+        for results in in_process(ranks, layout, dropped, 5, recomputed):
+            for name, x in expected.items():
+                assert_close(results[name], x, torch.float64, name)

@@ -1,5 +1,7 @@
 """choose(): the device's preference, names that insist, and reasons that are kept."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -31,7 +33,8 @@ def test_a_cpu_takes_the_reference():
 def test_a_gpu_takes_triton_and_keeps_the_reason_when_it_cannot():
     gpu = torch.device("cuda", 0)
     assert choose(call(device=gpu, dtype=torch.float16)).backend.name == "triton"
-    choice = choose(call(device=gpu, dtype=torch.float64))
+    with pytest.warns(UserWarning, match="dtype torch.float64 is not one of .*The reference serves it"):
+        choice = choose(call(device=gpu, dtype=torch.float64))
     assert choice.backend.name == "reference"
     assert choice.refusals == (("triton", "dtype torch.float64 is not one of float16, bfloat16, float32"),)
 
@@ -84,3 +87,12 @@ def test_a_scale_must_be_finite(scale):
 def test_a_score_fills_in_the_usual_scale_but_keeps_zero():
     assert rf.Score().resolve(64).factor == 0.125
     assert rf.Score(scale=0.0).resolve(64).factor == 0.0
+
+
+def test_R18_a_head_dim_that_no_kernel_has_falls_to_the_reference_with_one_warning():
+    wide = call(device=torch.device("cuda", 0), dtype=torch.float16, head_dim=512, value_dim=512)
+    with pytest.warns(UserWarning, match="head_dim 512 is more than 256. The reference serves it"):
+        assert choose(wide).backend.name == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(wide).backend.name == "reference"

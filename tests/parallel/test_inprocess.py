@@ -15,10 +15,11 @@ def test_results_come_by_rank():
 
 def test_messages_arrive_as_they_were_when_sent():
     def step(member):
-        mine = torch.full((2,), float(member.rank))
-        in_flight = member.exchange(mine, (member.rank + 1) % 3, torch.empty(2), (member.rank - 1) % 3)
+        mine, received = torch.full((2,), float(member.rank)), torch.empty(2)
+        in_flight = member.exchange([(mine, (member.rank + 1) % 3)], [(received, (member.rank - 1) % 3)])
         mine.fill_(-1.0)
-        return in_flight.wait().tolist()
+        in_flight.wait()
+        return received.tolist()
 
     assert run(3, step) == [[2, 2], [0, 0], [1, 1]]
 
@@ -40,7 +41,7 @@ def test_a_lost_message_is_named_with_both_ranks(monkeypatch):
 
     def step(member):
         if member.rank == 0:
-            member.exchange(torch.zeros(1), 1, torch.empty(1), 1).wait()
+            member.exchange([(torch.zeros(1), 1)], [(torch.empty(1), 1)]).wait()
 
     with pytest.raises(RuntimeError, match="in-process rank 0: no message from rank 1 within"):
         run(2, step)
@@ -51,4 +52,4 @@ def test_a_ring_of_one_has_no_neighbour():
     assert (alone.rank, alone.ranks) == (0, 1)
     assert rf.Ring(transport=alone).positions(5).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(AssertionError, match="no neighbour"):
-        alone.exchange(torch.zeros(1), 0, torch.zeros(1), 0)
+        alone.exchange([(torch.zeros(1), 0)], [])

@@ -23,8 +23,8 @@ def test_ranks_are_those_inside_the_group(workers):
 
 def exchanged(ring, distance, numel):
     to, source = (ring.rank + distance) % ring.ranks, (ring.rank - distance) % ring.ranks
-    send = torch.full((numel,), ring.rank, dtype=torch.float32)
-    received = ring.transport.exchange(send, to, torch.empty(numel), source).wait()
+    send, received = torch.full((numel,), ring.rank, dtype=torch.float32), torch.empty(numel)
+    ring.transport.exchange([(send, to)], [(received, source)]).wait()
     return received.unique().tolist(), received.numel()
 
 
@@ -47,8 +47,11 @@ def in_order(ring):
         torch.full((n,), ring.rank, dtype=t)
         for n, t in ((3, torch.float32), (70000, torch.bfloat16), (1, torch.float64))
     ]
-    flights = [ring.transport.exchange(x, to, torch.empty_like(x), source) for x in sent]
-    return [(flight.wait().unique().tolist(), x.numel()) for flight, x in zip(flights, sent, strict=True)]
+    received = [torch.empty_like(x) for x in sent]
+    flights = [ring.transport.exchange([(x, to)], [(y, source)]) for x, y in zip(sent, received, strict=True)]
+    for flight in flights:
+        flight.wait()
+    return [(x.unique().tolist(), x.numel()) for x in received]
 
 
 def test_messages_between_the_same_two_ranks_keep_their_order(workers):
@@ -57,17 +60,18 @@ def test_messages_between_the_same_two_ranks_keep_their_order(workers):
     assert second == [([0], 3), ([0], 70000), ([0], 1)]
 
 
-def empty_exchange(ring):
-    """Rank 0 has something to send and nothing to receive, rank 1 the other way round."""
-    send, receive = (torch.ones(2), torch.empty(0)) if ring.rank == 0 else (torch.ones(0), torch.empty(2))
+def several_at_once(ring):
+    """Rank 0 sends to both others at once, and receives from neither; nothing at all is no call."""
+    received = torch.zeros(2)
+    sends = [(torch.full((2,), 7.0 + to), to) for to in (1, 2)] if ring.rank == 0 else []
     with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as start:
-        got = ring.transport.exchange(send, 1 - ring.rank, receive, 1 - ring.rank).wait()
-        both_empty = ring.transport.exchange(torch.ones(0), 1 - ring.rank, torch.empty(0), 1 - ring.rank).wait()
-    return got.tolist(), both_empty.numel(), [len(call.args[0]) for call in start.call_args_list]
+        ring.transport.exchange(sends, [(received, 0)] if ring.rank else []).wait()
+        ring.transport.exchange([], []).wait()
+    return received.tolist(), [len(call.args[0]) for call in start.call_args_list]
 
 
-def test_an_empty_message_is_left_out_on_both_ends(workers):
-    assert on_workers(workers, 2, rf.Zigzag(), empty_exchange) == [([], 0, [1]), ([1, 1], 0, [1])]
+def test_several_messages_go_in_one_exchange(workers):
+    assert on_workers(workers, 3, rf.Zigzag(), several_at_once) == [([0, 0], [2]), ([8, 8], [1]), ([9, 9], [1])]
 
 
 def collected(ring, dtype, lengths):

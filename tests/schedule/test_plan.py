@@ -182,6 +182,7 @@ def test_zigzag_tiles_are_the_well_known_ones():
 
 
 def test_balance_of_zigzag_and_of_contiguous_under_a_causal_mask():
+    """R75."""
     assert plan(rf.Causal(), rf.Zigzag(), 16, 0, 4).pairs_per_rank == (34, 34, 34, 34)
     assert plan(rf.Causal(), rf.Contiguous(), 16, 0, 4).pairs_per_rank == (10, 26, 42, 58)
 

@@ -3,6 +3,9 @@
 `key_gradient_kernel` is column-parallel: a program owns a block of keys, dk and dv stay in its registers, and dq is
 added up across programs by atomics. `query_gradient_kernel` owns rows instead; the two together, the first without dq,
 need no atomics: the deterministic mode, and where products are cheaper than atomics the faster one as well.
+
+Both begin at a whole block: statistics of rows are then loaded wide. On an H200 the two passes take 28.5 ms instead of 32.3
+at d64 and 26.4 instead of 28.4 at d128 (32k tokens, causal); forward, which loads none, is 2 % faster without.
 """
 
 import triton
@@ -48,26 +51,34 @@ def _score_gradient(
 
 @triton.jit
 def _visit_rows(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, lo, hi, start, end, n_begin, n_end,
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr, offs_k, Sk, start, begin, end, n_begin, n_end,
     stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add the share of row blocks n_begin..n_end to dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]."""
+    if MASKED:
+        # Here and not in the kernel, so that they take no registers in the loop without a mask.
+        lo = tl.load(lo_ptr + offs_k, mask=offs_k < Sk, other=0)
+        hi = tl.load(hi_ptr + offs_k, mask=offs_k < Sk, other=0)
     for n in range(n_begin, n_end):
         row = start + n * BLOCK_Q
         offs_q = row + tl.arange(0, BLOCK_Q)
-        in_rows = offs_q < end
-        q = load_rows(q_ptr, row, end, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, MASKED)  # [BLOCK_Q, BLOCK_D]
-        dout = load_rows(dout_ptr, row, end, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, MASKED)  # [BLOCK_Q, BLOCK_DV]
+        in_rows = (begin <= offs_q) & (offs_q < end)
+        q = load_rows(q_ptr, row, begin, end, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, MASKED)  # [BLOCK_Q, BLOCK_D]
+        dout = load_rows(
+            dout_ptr, row, begin, end, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, MASKED
+        )  # [BLOCK_Q, BLOCK_DV]
         if MASKED:
             lse_log2 = tl.load(lse_ptr + offs_q, mask=in_rows, other=0.0) * LOG2_E
             delta = tl.load(delta_ptr + offs_q, mask=in_rows, other=0.0)
         else:
             lse_log2 = tl.load(lse_ptr + offs_q) * LOG2_E
             delta = tl.load(delta_ptr + offs_q)
-        visible = (lo[:, None] <= offs_q[None, :]) & (offs_q[None, :] < hi[:, None])
+        visible = True
+        if MASKED:
+            visible = (lo[:, None] <= offs_q[None, :]) & (offs_q[None, :] < hi[:, None])
         rows_at = offs_q
         if HAS_ALIBI or HAS_DROPOUT:
             rows_at = tl.load(rows_at_ptr + offs_q, mask=in_rows, other=0)
@@ -87,7 +98,7 @@ def _visit_rows(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "stride_bounds", "seed", "threshold"])
+@triton.jit(do_not_specialize=["stride_bounds", "seed", "threshold"])
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr, dk_ptr, dv_ptr,
     slopes_ptr, rows_at_ptr, keys_at_ptr,
@@ -95,10 +106,12 @@ def key_gradient_kernel(
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dvb, stride_bounds, Sq, Sk, Hq, Hk,
     scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ADD_DQ: tl.constexpr, STORE: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add to dk [B, Sk, Hk, HEAD_DIM], dv [B, Sk, Hk, VALUE_DIM] and, if ADD_DQ, dq [B, Sq, Hq, HEAD_DIM]; fp32.
+
+    STORE: dk and dv are written instead, in the type that they have.
 
     lse, delta: fp32, in memory [B, Hq, Sq]. lo, hi: [1 or B, Sk], the rows that see each key. Rows of dk and dv are
     dense but may be part of a longer shard, so their batch strides are given. slopes, rows_at, keys_at: as in forward.
@@ -111,17 +124,18 @@ def key_gradient_kernel(
     group = Hq // Hk
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
-    start, n_left, n_full, n_all, end = split_blocks(lo_ptr, hi_ptr, key, tl.minimum(key + BLOCK_K, Sk) - 1, BLOCK_Q)
-    if n_all == 0:
-        return
+    start, n_left, n_full, n_all, begin, end = split_blocks(
+        lo_ptr, hi_ptr, key, tl.minimum(key + BLOCK_K, Sk) - 1, BLOCK_Q, BLOCK_Q
+    )
+    if not STORE:
+        if n_all == 0:
+            return
     offs_k = key + tl.arange(0, BLOCK_K)
     in_keys = offs_k < Sk
-    lo = tl.load(lo_ptr + offs_k, mask=in_keys, other=0)
-    hi = tl.load(hi_ptr + offs_k, mask=in_keys, other=0)
     k_base = k_ptr + b * stride_kb + hk.to(tl.int64) * stride_kh
     v_base = v_ptr + b * stride_vb + hk.to(tl.int64) * stride_vh
-    k = load_rows(k_base, key, Sk, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, True)  # [BLOCK_K, BLOCK_D]
-    v = load_rows(v_base, key, Sk, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, True)  # [BLOCK_K, BLOCK_DV]
+    k = load_rows(k_base, key, 0, Sk, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, True)  # [BLOCK_K, BLOCK_D]
+    v = load_rows(v_base, key, 0, Sk, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, True)  # [BLOCK_K, BLOCK_DV]
     keys_at = offs_k
     if HAS_ALIBI or HAS_DROPOUT:
         keys_at = tl.load(keys_at_ptr + offs_k, mask=in_keys, other=0)
@@ -140,53 +154,64 @@ def key_gradient_kernel(
         if HAS_ALIBI:
             slope = tl.load(slopes_ptr + h)
         dk, dv = _visit_rows(
-            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, 0, n_left,
+            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo_ptr, hi_ptr, offs_k, Sk, start,
+            begin, end, 0, n_left,
             stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
             batch_row,
             HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
         )  # fmt: skip
         dk, dv = _visit_rows(
-            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, n_left, n_full,
+            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo_ptr, hi_ptr, offs_k, Sk, start,
+            begin, end, n_left, n_full,
             stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
             batch_row,
             HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, False, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
         )  # fmt: skip
         dk, dv = _visit_rows(
-            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo, hi, start, end, n_full, n_all,
+            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo_ptr, hi_ptr, offs_k, Sk, start,
+            begin, end, n_full, n_all,
             stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
             batch_row,
             HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
         )  # fmt: skip
 
     token = offs_k * Hk + hk
-    _add_rows(dk_ptr + b * stride_dkb, token, dk * scale, in_keys, HEAD_DIM, BLOCK_D)
-    _add_rows(dv_ptr + b * stride_dvb, token, dv, in_keys, VALUE_DIM, BLOCK_DV)
+    _add_rows(dk_ptr + b * stride_dkb, token, dk * scale, in_keys, HEAD_DIM, BLOCK_D, STORE)
+    _add_rows(dv_ptr + b * stride_dvb, token, dv, in_keys, VALUE_DIM, BLOCK_DV, STORE)
 
 
 @triton.jit
-def _add_rows(ptr, row, x, in_rows, DIM: tl.constexpr, COLS: tl.constexpr):
-    """Add x [ROWS, COLS] to the caller's [*, DIM] fp32 rows, which no other program touches."""
+def _add_rows(ptr, row, x, in_rows, DIM: tl.constexpr, COLS: tl.constexpr, STORE: tl.constexpr):
+    """Add x [ROWS, COLS] to the caller's [*, DIM] rows, which no other program touches, or store it in their type."""
     cols = tl.arange(0, COLS)
     ptrs = ptr + row.to(tl.int64)[:, None] * DIM + cols[None, :]
     inside = in_rows[:, None] & (cols < DIM)[None, :]
-    tl.store(ptrs, tl.load(ptrs, mask=inside, other=0.0) + x, mask=inside)
+    if not STORE:
+        x += tl.load(ptrs, mask=inside, other=0.0)
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _visit_keys_backward(
-    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale,
+    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_begin, n_end,
+    stride_ks, stride_vs, scale,
     softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add the share of key blocks n_begin..n_end to dq [BLOCK_Q, BLOCK_D]."""
+    if MASKED:
+        lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)
+        hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)
     for n in range(n_begin, n_end):
         key = start + n * BLOCK_K
         offs_k = key + tl.arange(0, BLOCK_K)
-        k = load_rows(k_ptr, key, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
-        v = load_rows(v_ptr, key, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
-        visible = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])
+        k = load_rows(k_ptr, key, begin, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
+        v = load_rows(v_ptr, key, begin, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
+        visible = True
+        if MASKED:
+            visible = (lo[:, None] <= offs_k[None, :]) & (offs_k[None, :] < hi[:, None])
         keys_at = offs_k
         if HAS_ALIBI or HAS_DROPOUT:
             keys_at = tl.load(keys_at_ptr + offs_k, mask=offs_k < end, other=0)
@@ -198,16 +223,19 @@ def _visit_keys_backward(
     return dq
 
 
-@triton.jit(do_not_specialize=["Sq", "stride_bounds", "seed", "threshold"])
+@triton.jit(do_not_specialize=["stride_bounds", "seed", "threshold"])
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Hq, group, scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq [B, Sq, Hq, HEAD_DIM] fp32, row-parallel; lo, hi [1 or B, Sq], the keys that each row sees."""
+    """Add to dq [B, Sq, Hq, HEAD_DIM] fp32, row-parallel, or, if STORE, write it in the type that it has.
+
+    lo, hi: [1 or B, Sq], the keys that each row sees.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     batch_row = tl.program_id(2)
@@ -215,9 +243,12 @@ def query_gradient_kernel(
     row = block * BLOCK_Q
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
-    start, n_left, n_full, n_all, end = split_blocks(lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K)
-    if n_all == 0:
-        return
+    start, n_left, n_full, n_all, begin, end = split_blocks(
+        lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K, BLOCK_K
+    )
+    if not STORE:
+        if n_all == 0:
+            return
     q_ptr += b * stride_qb + h.to(tl.int64) * stride_qh
     dout_ptr += b * stride_dob + h.to(tl.int64) * stride_doh
     k_ptr += b * stride_kb + (h // group).to(tl.int64) * stride_kh
@@ -225,12 +256,10 @@ def query_gradient_kernel(
     offs_q = row + tl.arange(0, BLOCK_Q)
     in_rows = offs_q < Sq
     token = (b * Sq + offs_q) * Hq + h
-    lo = tl.load(lo_ptr + offs_q, mask=in_rows, other=0)
-    hi = tl.load(hi_ptr + offs_q, mask=in_rows, other=0)
     lse_log2 = tl.load(lse_ptr + (b * Hq + h) * Sq + offs_q, mask=in_rows, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + (b * Hq + h) * Sq + offs_q, mask=in_rows, other=0.0)
-    q = load_rows(q_ptr, row, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
-    dout = load_rows(dout_ptr, row, Sq, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, True)  # [BLOCK_Q, BLOCK_DV]
+    q = load_rows(q_ptr, row, 0, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
+    dout = load_rows(dout_ptr, row, 0, Sq, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, True)  # [BLOCK_Q, BLOCK_DV]
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + h)
@@ -240,18 +269,39 @@ def query_gradient_kernel(
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dq = _visit_keys_backward(
-        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale,
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, 0, n_left,
+        stride_ks, stride_vs, scale,
         softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     dq = _visit_keys_backward(
-        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale,
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_left, n_full,
+        stride_ks, stride_vs, scale,
         softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     dq = _visit_keys_backward(
-        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale,
+        dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_full, n_all,
+        stride_ks, stride_vs, scale,
         softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
-    _add_rows(dq_ptr, token, dq * scale, in_rows, HEAD_DIM, BLOCK_D)
+    _add_rows(dq_ptr, token, dq * scale, in_rows, HEAD_DIM, BLOCK_D, STORE)
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, dout_ptr, delta_ptr, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, Sq, Hq,
+    VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(out * dout), fp32, in memory [B, Hq, Sq]."""
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_Q
+    out_ptr += b * stride_ob + h.to(tl.int64) * stride_oh
+    dout_ptr += b * stride_dob + h.to(tl.int64) * stride_doh
+    out = load_rows(out_ptr, row, 0, Sq, stride_os, VALUE_DIM, BLOCK_Q, BLOCK_DV, True)  # [BLOCK_Q, BLOCK_DV]
+    dout = load_rows(dout_ptr, row, 0, Sq, stride_dos, VALUE_DIM, BLOCK_Q, BLOCK_DV, True)
+    offs_q = row + tl.arange(0, BLOCK_Q)
+    total = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + (b * Hq + h) * Sq + offs_q, total, mask=offs_q < Sq)

@@ -10,52 +10,64 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_rows(
-    ptr, offset, count, stride, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr
+    ptr, offset, begin, end, stride, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Rows [offset, offset + ROWS) of a [*, DIM] matrix, zero past column DIM and, if MASKED, from row `count` on."""
+    """Rows [offset, offset + ROWS) of a [*, DIM] matrix, zero past column DIM and, if MASKED, outside rows [begin, end).
+
+    What lies there may be anything, and even a pair that is hidden must not meet a NaN.
+    """
     # The first row's offset is 64-bit: a shard of a million tokens has more elements than 32 bits count.
     base = ptr + offset.to(tl.int64) * stride
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     ptrs = base + rows[:, None] * stride + cols[None, :]
     if MASKED:
-        return tl.load(ptrs, mask=(offset + rows < count)[:, None] & (cols < DIM)[None, :], other=0.0)
+        inside = (begin <= offset + rows) & (offset + rows < end)
+        return tl.load(ptrs, mask=inside[:, None] & (cols < DIM)[None, :], other=0.0)
     if DIM == COLS:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=(cols < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def split_blocks(lo_ptr, hi_ptr, first, last, BLOCK: tl.constexpr):
-    """What rows first..last of monotone bounds visit: (start, masked-left, full, all blocks, end).
+def split_blocks(lo_ptr, hi_ptr, first, last, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    """What rows first..last of monotone bounds visit: (start, masked-left, full, all blocks, begin, end).
 
-    Blocks of BLOCK columns count from `start` = lo[first]. Columns in [lo[last], hi[first]) are seen by every row, so the
-    blocks inside need no mask; the two ragged ends do.
+    They see columns of [begin, end) = [lo[first], hi[last]). Blocks of BLOCK columns count from `start`, the multiple of
+    ALIGN at or before `begin`. Columns in [lo[last], hi[first]) are seen by every row, so the blocks inside need no
+    mask; the two ragged ends do.
     """
-    start = tl.load(lo_ptr + first)
+    begin = tl.load(lo_ptr + first)
     end = tl.load(hi_ptr + last)
     all_from = tl.load(lo_ptr + last)
     all_until = tl.load(hi_ptr + first)
-    n_all = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
+    start = begin
+    if ALIGN > 1:
+        start = tl.multiple_of(begin // ALIGN * ALIGN, ALIGN)
+    n_all = tl.where(end > begin, tl.cdiv(end - start, BLOCK), 0)
     n_left = tl.minimum(tl.cdiv(tl.maximum(all_from - start, 0), BLOCK), n_all)
     n_full = tl.maximum(tl.maximum(all_until - start, 0) // BLOCK, n_left)
-    return start, n_left, n_full, n_all, end
+    return start, n_left, n_full, n_all, begin, end
 
 
 @triton.jit
 def _visit_keys(
-    acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_begin, n_end, stride_ks, stride_vs, scale,
-    softcap, slope, rows_at, keys_at_ptr, seed, threshold, head, batch_row,
+    acc, row_max, row_sum, q, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_begin, n_end,
+    stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over key blocks n_begin..n_end: acc [BLOCK_Q, BLOCK_DV], row_max (log2) and row_sum [BLOCK_Q]."""
     scale_log2 = scale * LOG2_E
+    if MASKED:
+        # Here and not in the kernel, so that they take no registers in the loop without a mask.
+        lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)
+        hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)
     for n in range(n_begin, n_end):
         key = start + n * BLOCK_K
         offs_k = key + tl.arange(0, BLOCK_K)
-        k = load_rows(k_ptr, key, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
+        k = load_rows(k_ptr, key, begin, end, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, MASKED)  # [BLOCK_K, BLOCK_D]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
         keys_at = offs_k
         if HAS_ALIBI or HAS_DROPOUT:
@@ -82,23 +94,24 @@ def _visit_keys(
         if HAS_DROPOUT:
             p = tl.where(is_kept(seed, threshold, rows_at[:, None], keys_at[None, :], head, batch_row), p, 0.0)
         acc = acc * shrink[:, None]
-        v = load_rows(v_ptr, key, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
+        v = load_rows(v_ptr, key, begin, end, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, MASKED)  # [BLOCK_K, BLOCK_DV]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["Sq", "stride_bounds", "seed", "threshold"])
+@triton.jit(do_not_specialize=["stride_bounds", "seed", "threshold"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, lo_ptr, hi_ptr, out_ptr, lse_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
+    q_ptr, k_ptr, v_ptr, lo_ptr, hi_ptr, before_ptr, out_ptr, lse_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_bounds, Sq, Hq, group, scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INTO: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INTO: tl.constexpr, IS_LAST: tl.constexpr, PRECISION: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """out [B, Sq, Hq, VALUE_DIM] and lse, in memory [B, Hq, Sq], fp32; merged with what they hold if INTO.
+    """out [B, Sq, Hq, VALUE_DIM], and lse fp32, in memory [B, Hq, Sq]; if INTO, merged with before, fp32, and with lse.
 
+    out and before are one tensor unless IS_LAST, where out is rounded to a type of its own.
     lo, hi: [1 or B, Sq] int32; stride_bounds is 0 where batch rows share them. slopes: [Hq] fp32; rows_at [Sq] and
     keys_at [Sk]: global positions, int32; each read only by scores that need it.
     """
@@ -114,15 +127,15 @@ def forward_kernel(
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
 
-    start, n_left, n_full, n_all, end = split_blocks(lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K)
-    if INTO:
+    start, n_left, n_full, n_all, begin, end = split_blocks(
+        lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K, 1
+    )
+    if INTO and not IS_LAST:
         if n_all == 0:
             return
     offs_q = row + tl.arange(0, BLOCK_Q)
     in_rows = offs_q < Sq
-    lo = tl.load(lo_ptr + offs_q, mask=in_rows, other=0)
-    hi = tl.load(hi_ptr + offs_q, mask=in_rows, other=0)
-    q = load_rows(q_ptr, row, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
+    q = load_rows(q_ptr, row, 0, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
     # A negative scale is moved into q, where a change of sign is exact, so that the loop may assume scale >= 0.
     q = (q * tl.where(scale < 0, -1.0, 1.0)).to(q_ptr.dtype.element_ty)
     scale = tl.abs(scale)
@@ -137,18 +150,18 @@ def forward_kernel(
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     acc, row_max, row_sum = _visit_keys(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, 0, n_left, stride_ks, stride_vs, scale,
-        softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, 0, n_left,
+        stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     acc, row_max, row_sum = _visit_keys(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_left, n_full, stride_ks, stride_vs, scale,
-        softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_left, n_full,
+        stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
     acc, row_max, row_sum = _visit_keys(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, lo, hi, start, end, n_full, n_all, stride_ks, stride_vs, scale,
-        softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_full, n_all,
+        stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
     )  # fmt: skip
 
@@ -159,7 +172,7 @@ def forward_kernel(
     lse = tl.where(is_seen, row_max * LN_2 + tl.log(row_sum), float("-inf"))
     offs_d = tl.arange(0, BLOCK_DV)
     lse_ptrs = lse_ptr + (b * Hq + h) * Sq + offs_q
-    out_ptrs = out_ptr + ((b * Sq + offs_q) * Hq + h)[:, None] * VALUE_DIM + offs_d[None, :]
+    out_offsets = ((b * Sq + offs_q) * Hq + h)[:, None] * VALUE_DIM + offs_d[None, :]
     in_out = in_rows[:, None] & (offs_d < VALUE_DIM)[None, :]
     if INTO:
         before = tl.load(lse_ptrs, mask=in_rows, other=float("-inf"))
@@ -170,7 +183,7 @@ def forward_kernel(
         total = weight_before + weight
         lse = tl.where(total > 0, pivot + tl.log(total), float("-inf"))
         share = tl.where(total > 0, 1.0 / total, 0.0)
-        out_before = tl.load(out_ptrs, mask=in_out, other=0.0)
+        out_before = tl.load(before_ptr + out_offsets, mask=in_out, other=0.0)
         out = (weight_before * share)[:, None] * out_before + (weight * share)[:, None] * out
     tl.store(lse_ptrs, lse, mask=in_rows)
-    tl.store(out_ptrs, out, mask=in_out)
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=in_out)

@@ -13,9 +13,9 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from ringflash.kernels.backend import Backend, Call, Rows
-from ringflash.kernels.partial import Partial
+from ringflash.kernels.partial import Partial, row_statistic
 from ringflash.kernels.score import Score
-from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
+from ringflash.kernels.triton.backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from ringflash.kernels.triton.forward import forward_kernel
 from ringflash.kernels.triton.tuning import (
     FORWARD,
@@ -31,6 +31,8 @@ from ringflash.schedule.tiles import Bounds
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # What tiles are for where there is no device to ask: under the interpreter, which runs on the CPU.
 INTERPRETED_CAPABILITY = 80
+# Rows of one head whose delta a program forms: memory-bound, so only large enough for wide loads.
+DELTA_ROWS = 64
 
 
 class Triton(Backend):
@@ -50,21 +52,32 @@ class Triton(Backend):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, score: Score, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Bounds,
+        score: Score,
+        into: Partial | None = None,
+        is_last: bool = False,
     ) -> Partial:
         B, Sq, Hq, D = q.shape
         Hk, Dv = v.shape[2:]
         if bounds.columns == 0:
             return Partial.empty(q, Dv) if into is None else into
-        partial = Partial.unset(q, Dv) if into is None else into
+        partial = Partial.unset(q, Dv, rounded=is_last) if into is None else into
         assert _is_laid_out(partial.lse), "row statistics lie as row_statistic() makes them"
+        before = partial.out
+        if is_last and into is not None:
+            partial = Partial(q.new_empty(B, Sq, Hq, Dv), partial.lse)
         block = tiles(FORWARD, max(D, Dv), q.dtype, _capability(q))
         lo, hi = bounds.to(q.device)
         terms = Terms.of(score, bounds, q.device)
         with _on(q):
             forward_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
-                q, k, v, lo, hi, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), _batch_stride(lo),
-                Sq, Hq, Hq // Hk, *terms.numbers, INTO=into is not None, **_constants(q, v, block), **terms.flags,
+                q, k, v, lo, hi, before, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), _batch_stride(lo),
+                Sq, Hq, Hq // Hk, *terms.numbers, INTO=into is not None, IS_LAST=is_last,
+                **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
         return partial
 
@@ -80,6 +93,7 @@ class Triton(Backend):
         dk: Tensor,
         dv: Tensor,
         deterministic: bool,
+        is_all: bool = False,
     ) -> None:
         B, Sq, Hq, D = q.shape
         Sk, Hk, Dv = v.shape[1:]
@@ -90,12 +104,14 @@ class Triton(Backend):
         lo, hi = bounds.columns_to(q.device)
         terms = Terms.of(score, bounds, q.device)
         two_passes = deterministic or two_passes_are_faster(q.dtype, capability)
+        # What atomics add up must start at zero, in fp32.
+        total = q.new_zeros(q.shape, dtype=torch.float32) if is_all and not two_passes else dq
         strides = _strides(q, k, v, rows.dout)
         assert _is_laid_out(rows.lse) and _is_laid_out(rows.delta), "row statistics lie as row_statistic() makes them"
         with _on(q):
             key_gradient_kernel[(triton.cdiv(Sk, block.block_k), Hk, B)](
-                q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, dk, dv, *terms.tensors, *strides, dk.stride(0),
-                dv.stride(0), _batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes,
+                q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, total, dk, dv, *terms.tensors, *strides, dk.stride(0),
+                dv.stride(0), _batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes, STORE=is_all,
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
             if two_passes:
@@ -103,8 +119,21 @@ class Triton(Backend):
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                     q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, _batch_stride(lo),
-                    Sq, Hq, Hq // Hk, *terms.numbers, **_constants(q, v, block), **terms.flags,
+                    Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, **_constants(q, v, block), **terms.flags,
                 )  # fmt: skip
+        if total is not dq:
+            dq.copy_(total)
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        B, Sq, Hq, Dv = out.shape
+        total = row_statistic(out, torch.float32)
+        if out.numel():
+            with _on(out):
+                delta_kernel[(triton.cdiv(Sq, DELTA_ROWS), Hq, B)](
+                    out, dout, total, *_strides(out, dout), Sq, Hq,
+                    VALUE_DIM=Dv, BLOCK_Q=DELTA_ROWS, BLOCK_DV=padded(Dv), num_warps=4,
+                )  # fmt: skip
+        return total if dlse is None else total.sub_(dlse)
 
 
 @dataclass(frozen=True)
