@@ -43,6 +43,17 @@ def test_the_first_code_of_the_readme_is_short_and_runs_alone_and_on_two_process
     assert max(norms) - min(norms) <= 1e-5 * max(norms)
 
 
+def test_the_packed_batch_of_the_readme_runs_alone_and_on_three_processes(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, packed = re.findall(r"```python\n(.*?)```", text, re.S)
+    path = tmp_path / "packed.py"
+    setup = "import torch.distributed as dist\nif dist.is_torchelastic_launched():\n    dist.init_process_group()\n"
+    path.write_text(setup + packed.replace("print(", 'print("rank", '))
+    (alone,) = run(str(path))
+    three = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(path))
+    assert alone.startswith("rank torch.Size([1, 1000, 1, 100])") and len(three) == 3
+
+
 def test_the_readme_names_only_files_that_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

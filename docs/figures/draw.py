@@ -23,6 +23,29 @@ DOCUMENTS = rf.Documents([5, 13, 4, 10], causal=True)
 LAYOUTS = {"Contiguous": rf.Contiguous(), "Zigzag": rf.Zigzag(), "Striped": rf.Striped()}
 
 
+MASKS = {
+    "Full()": rf.Full(),
+    "Causal()": rf.Causal(),
+    "Window(3, 0)": rf.Window(3, 0),
+    "Documents([4, 5, 3])": rf.Documents([4, 5, 3], causal=True),
+    "Prefix(5)": rf.Prefix(5),
+    "Chunked(4)": rf.Chunked(4),
+    "Padding.right(8)": rf.Padding.right(8, length=12),
+    "FirstKeys(2) & Causal()\n| Window(2, 0)": rf.FirstKeys(2) & rf.Causal() | rf.Window(2, 0),
+}
+CROSS = {"5 queries, 12 keys": (5, 12), "12 queries, 5 keys": (12, 5)}
+
+
+def seen_by(mask: rf.Mask | rf.Union, queries: int, keys: int) -> np.ndarray:
+    """Who sees whom, from the bounds of the mask's parts."""
+    seen = np.zeros((queries, keys), dtype=bool)
+    for part in mask.parts if isinstance(mask, rf.Union) else (mask,):
+        lo, hi = (end[0].numpy()[:, None] for end in part.bounds(torch.arange(queries) + keys - queries))
+        column = np.arange(keys)
+        seen |= (lo <= column) & (column < hi)
+    return seen
+
+
 def owners(layout: rf.Layout) -> np.ndarray:
     """Which rank holds each position."""
     owner = np.zeros(LENGTH, dtype=int)
@@ -37,12 +60,6 @@ def paint(seen: np.ndarray, row_owner: np.ndarray) -> np.ndarray:
     for rank in range(RANKS):
         image[seen & (row_owner == rank)[:, None]] = to_rgb(COLOURS[rank])
     return image
-
-
-def seen_by(mask: rf.Mask) -> np.ndarray:
-    lo, hi = mask.bounds(torch.arange(LENGTH))
-    keys = torch.arange(LENGTH)
-    return ((lo[0][:, None] <= keys) & (keys < hi[0][:, None])).numpy()
 
 
 def show(axes: Axes, image: np.ndarray, title: str, ylabel: str = "", xlabel: str = "") -> None:
@@ -71,7 +88,7 @@ def layout_mask_plan() -> None:
         show(figure.add_subplot(grid[0, 4 * column : 4 * column + 4]), strip, f"layout: {name}")
         show(
             figure.add_subplot(grid[1, 4 * column : 4 * column + 4]),
-            paint(seen_by(DOCUMENTS), owner),
+            paint(seen_by(DOCUMENTS, LENGTH, LENGTH), owner),
             f"mask: 4 documents, causal\nlargest share of work {balance:.2f} x the mean",
             "queries, in order" if column == 0 else "",
             "keys, in order",
@@ -79,8 +96,11 @@ def layout_mask_plan() -> None:
     for source in range(RANKS):
         mine = rf.plan(DOCUMENTS, rf.Zigzag(), LENGTH, 1, RANKS)
         bounds = mine[source]
-        keys = torch.arange(bounds.columns)
-        seen = ((bounds.lo[0][:, None] <= keys) & (keys < bounds.hi[0][:, None])).numpy()
+        held = rf.Zigzag().shard_length(LENGTH, source, RANKS)
+        columns = torch.arange(bounds.columns)
+        seen = np.zeros((bounds.rows, held), dtype=bool)
+        inside = (bounds.lo[0][:, None] <= columns) & (columns < bounds.hi[0][:, None])
+        seen[:, mine.keys(source)] = inside.numpy()
         title = f"plan: rank 1, source {source}\n" + (f"{bounds.pairs} pairs" if bounds.pairs else "nothing to see")
         show(
             figure.add_subplot(grid[2, 3 * source : 3 * source + 3]),
@@ -92,6 +112,18 @@ def layout_mask_plan() -> None:
     handles = [plt.Line2D([], [], marker="s", linestyle="", markersize=9, color=c) for c in COLOURS]
     figure.legend(handles, [f"rank {r}" for r in range(RANKS)], loc="lower center", ncols=RANKS, frameon=False)
     figure.savefig(HERE / "layout_mask_plan.png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def draw_masks() -> None:
+    """Every kind of mask over 12 tokens, and a causal mask where queries and keys differ in number."""
+    figure, axes = plt.subplots(2, 5, figsize=(12, 5.6), facecolor="white", constrained_layout=True)
+    pictures = [(name, seen_by(mask, 12, 12)) for name, mask in MASKS.items()]
+    pictures += [(f"Causal()\n{name}", seen_by(rf.Causal(), *sizes)) for name, sizes in CROSS.items()]
+    for place, (name, seen) in enumerate(pictures):
+        labels = ("queries", "keys") if place == 0 else ("", "")
+        show(axes.flat[place], paint(seen, np.zeros(seen.shape[0], dtype=int)), name, *labels)
+    figure.savefig(HERE / "masks.png", dpi=110)
     plt.close(figure)
 
 
@@ -126,4 +158,5 @@ def ring() -> None:
 
 if __name__ == "__main__":
     layout_mask_plan()
+    draw_masks()
     ring()
