@@ -17,7 +17,7 @@ from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import LONGEST, Layout, cut
 from ringflash.schedule.mask import Mask
 from ringflash.schedule.needs import NOTHING, Needs, needs
-from ringflash.schedule.tiles import Bounds
+from ringflash.schedule.tiles import Bounds, transpose
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Plan:
                 rows=cut(self.layout, self.query_length, self.ranks).shard_lengths[self.rank],
                 columns=seen.stop - seen.start,
                 ends=lambda device: self._local_bounds(device).get(source) or self._nothing(device),
+                column_ends=None if seen == NOTHING else lambda device: self._local_columns(device)[source],
                 positions=lambda: (self.positions, shard_positions(self.layout, self.length, source, self.ranks)[seen]),
             )
         return self._bounds[source]
@@ -78,6 +79,17 @@ class Plan:
         first, columns = first[:, None, None], columns[:, None, None]
         lo, hi = (torch.minimum((keys.below(x, sources) - first).clamp_min_(0), columns) for x in (lo, hi))
         return {source: (lo[i], hi[i]) for i, source in enumerate(self.sources)}
+
+    def _local_columns(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
+        """The same by columns, all sources in one search."""
+        return self._copies.get("columns", device, lambda: self._form_columns(device))
+
+    def _form_columns(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
+        bounds = self._local_bounds(device)
+        lo, hi = (torch.stack([ends[i] for ends in bounds.values()]).flatten(0, 1) for i in (0, 1))  # [sources * B, Sq]
+        counts = {source: self.keys(source).stop - self.keys(source).start for source in bounds}
+        first, past = (x.unflatten(0, (len(bounds), -1)) for x in transpose(lo, hi, max(counts.values())))
+        return {source: (first[i, :, :n], past[i, :, :n]) for i, (source, n) in enumerate(counts.items())}
 
     def _nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
         zeros = torch.zeros(1, self.positions.shape[0], dtype=torch.int32, device=device)

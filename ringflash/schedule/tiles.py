@@ -56,6 +56,7 @@ class Bounds:
 
     ends: makes (lo, hi) on a device, int32 [1 or B, rows], both non-decreasing along the rows, 0 <= lo <= hi <= columns.
     positions: makes the global positions (int64 [rows], int64 [columns]) on the CPU, for scores that depend on them.
+    column_ends: makes the ends of `transposed`; None where they are to be found from `ends`.
     Compared by identity: bounds come from the plan cache.
     """
 
@@ -63,6 +64,7 @@ class Bounds:
     columns: int
     ends: Callable[[torch.device], Ends]
     positions: Callable[[], Ends]
+    column_ends: Callable[[torch.device], Ends] | None = None
     _copies: Copies = field(default_factory=Copies)
 
     @classmethod
@@ -104,6 +106,8 @@ class Bounds:
 
     def columns_to(self, device: torch.device) -> Ends:
         """(lo, hi) of `transposed` on a device, formed there: a search for every key is slow on a host."""
+        if self.column_ends is not None:
+            return self.column_ends(device)
         return self._copies.get("columns", device, lambda: transpose(*self.to(device), self.columns))
 
     def positions_to(self, device: torch.device) -> Ends:

@@ -28,6 +28,7 @@ def shift_labels(
 
     Errors: ValueError where lengths and padding are negative or do not sum to S.
     """
+    _check_tokens("shift_labels", tokens)
     S = tokens.shape[-1]
     padding = integer("shift_labels: padding", padding)
     if padding > S:
@@ -37,6 +38,16 @@ def shift_labels(
     labels[..., : max(S - padding - 1, 0)] = tokens[..., 1 : S - padding]
     labels[..., [end - 1 for end in ends if end > 0]] = ignore_index
     return labels
+
+
+def _check_tokens(caller: str, tokens: object) -> None:
+    """Labels are made of tokens and of ignore_index, which unsigned types cannot hold."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{caller}: tokens is {type(tokens).__name__}; must be a tensor")
+    if tokens.dtype not in (torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"{caller}: tokens is a {tokens.dtype} tensor; must be int16, int32 or int64, for ignore_index")
+    if tokens.dim() == 0:
+        raise TypeError(f"{caller}: tokens has no axis; must be [B, S]")
 
 
 def position_ids(documents: Iterable[int] | Tensor) -> Tensor:

@@ -145,13 +145,51 @@ def test_what_a_length_leaves_is_padding(name):
 
 
 @pytest.mark.parametrize(
+    "description",
+    [
+        {"lengths": [[3, 2], [5]], "length": 6},
+        {"lengths": torch.tensor([[3, 2], [5, 0]]), "length": 6},
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0]])},
+    ],
+    ids=["lists", "tensor", "position_ids"],
+)
+def test_batch_rows_may_be_packed_differently(description):
+    """The last token is padding, but for position ids, which make a document of it."""
+    packing = documents(**description, causal=True)
+    assert packing.mask.batch == 2 and packing.mask.length == 6
+    assert packing.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0]]
+    labels = packing.labels(torch.arange(12).reshape(2, 6)).tolist()
+    assert labels == [[1, 2, -100, 4, -100, -100], [7, 8, 9, 10, -100, -100]]
+    with pytest.raises(ValueError, match=r"labels: tokens has shape \(1, 6\), but the batch was packed as Documents"):
+        packing.labels(torch.arange(6)[None])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2], "tokens is list; must be a tensor"),
+        (torch.zeros(2, 3), "tokens is a torch.float32 tensor"),
+        (torch.zeros(2, 3).bool(), "tokens is a torch.bool tensor"),
+        (torch.zeros(2, 3, dtype=torch.uint8), "tokens is a torch.uint8 tensor"),
+        (torch.tensor(3), "tokens has no axis"),
+    ],
+)
+def test_tokens_that_cannot_hold_labels_are_refused(tokens, message):
+    with pytest.raises(TypeError, match=f"shift_labels: {message}"):
+        shift_labels(tokens)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "documents: got nothing; must be exactly one of lengths, cu_seqlens, position_ids"),
         ({"lengths": [8], "cu_seqlens": [0, 8]}, r"documents: got \['lengths', 'cu_seqlens'\]; must be exactly one"),
         ({"lengths": [8], "length": 7}, "documents: lengths describe 8 tokens, length = 7; must be at most that"),
         ({"position_ids": [0, 1], "length": 3}, "documents: position_ids describe 2 tokens, length = 3; must be equal"),
-        ({"position_ids": torch.zeros(2, 3)}, r"documents: position_ids has shape \(2, 3\); must be \[S\] or \[1, S\]"),
+        (
+            {"lengths": [[8], [9, 1]], "length": 9},
+            "documents: lengths describe 10 tokens, length = 9; must be at most that",
+        ),
         ({"position_ids": [0, 2]}, r"position_ids\[1\] = 2 after 0"),
         ({"cu_seqlens": [1, 2]}, "must start with 0"),
     ],

@@ -83,3 +83,12 @@ RING, DOCUMENTS = rf.Ring(transport=Untouchable()), rf.Documents([5, 3], causal=
 def test_what_has_no_sums_is_refused(arguments, error, message):
     with pytest.raises(error, match=f"sequence_sums: {message}"):
         sequence_sums(*arguments)
+
+
+def test_documents_that_differ_by_batch_row():
+    values = torch.arange(12.0).reshape(2, 6)
+    documents = rf.Documents([[2, 3], [6]], causal=True, padding=[1, 0])
+    for sums in in_process(2, rf.Zigzag(), lambda ring: sequence_sums(ring.shard(values), documents, ring)):
+        assert sums.tolist() == [[0 + 1, 2 + 3 + 4], [51.0, 0.0]]
+    with pytest.raises(ValueError, match="documents has 2 batch rows, values has 1"):
+        sequence_sums(values[:1], documents, rf.Ring())
