@@ -147,7 +147,7 @@ class Ring:
         """
         if not self.check or self.ranks == 1:
             return
-        facts = {"call": caller, **facts, "layout": str(self.layout)}
+        facts = {"call": caller, **facts, "layout": self.layout.fingerprint}
         key = tuple(facts.items())
         agreed = self.transport.agreed
         if key in agreed and self.check != "always":

@@ -1,5 +1,7 @@
 """What hypothesis draws for laws that must hold for every mask, layout and length: all kinds, composed, with batch rows."""
 
+import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 
 import ringflash as rf
@@ -67,9 +69,17 @@ def masks(draw, length, batch=None):
 
 @st.composite
 def unions(draw, length):
-    """First tokens, and a window or documents past them."""
-    first = rf.FirstKeys(draw(st.integers(0, 5))) & rf.Causal()
-    return first | (rf.Causal() & draw(simple_masks(length)))
+    """First tokens, as far as another rule lets them be seen, and what a third adds; only such as can be said."""
+    first = rf.FirstKeys(draw(st.integers(0, 5))) & draw(st.just(rf.Causal()) | simple_masks(length))
+    union = first | (rf.Causal() & draw(simple_masks(length)))
+    if draw(st.booleans()):
+        union = union & draw(simple_masks(length))
+    try:
+        for part in union.parts:
+            part.check(torch.arange(length))
+    except ValueError:
+        assume(False)
+    return union
 
 
 @st.composite

@@ -41,7 +41,7 @@ def test_the_core_needs_no_optional_package():
     assert done.returncode == 0, done.stderr
     attended, reason = done.stdout.splitlines()
     assert attended == "True"
-    assert reason.startswith("backend 'triton' cannot run this call: triton is not installed")
+    assert reason.startswith("attention: backend 'triton' cannot run this call: triton is not installed")
 
 
 @pytest.mark.slow

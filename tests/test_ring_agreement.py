@@ -74,8 +74,21 @@ def test_layouts_that_differ_are_refused():
         except ValueError as error:
             return str(error)
 
-    message = "attention: layout differs among the ranks of the ring; rank 0: Contiguous(), rank 1: Striped()"
-    assert run(2, step) == [message] * 2
+    first, second = run(2, step)
+    assert first == second
+    assert first.startswith("attention: layout differs among the ranks of the ring; rank 0: Contiguous() [")
+    assert ", rank 1: Striped() [" in first
+
+
+def test_layouts_that_differ_far_inside_are_refused():
+    def step(member):
+        lengths = [3] * 30 + ([1, 9] if member.rank else [9, 1])
+        layout = rf.Balanced(rf.Documents(lengths, causal=True))
+        x = torch.zeros(1, layout.shard_length(100, member.rank, 2), 2, 4)
+        with pytest.raises(ValueError, match="layout differs among the ranks"):
+            rf.attention(x, x, x, ring=rf.Ring(layout=layout, transport=member))
+
+    run(2, step)
 
 
 @pytest.mark.parametrize(

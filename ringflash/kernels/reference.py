@@ -53,6 +53,8 @@ class Reference(Backend):
     def refuses(self, call: Call) -> str | None:
         if not call.dtype.is_floating_point or call.dtype.itemsize < 2:
             return f"dtype {call.dtype} is not one of float16, bfloat16, float32, float64"
+        if call.device.type == "meta":
+            return "tensors on meta hold no values"
         return None
 
     def forward(
@@ -124,9 +126,8 @@ class Reference(Backend):
             if score.dropout:
                 keep = score.keep(p, block.rows_at, block.keys_at)
                 dp, p_kept = dp * keep, p * keep
-            ds = block.shown(p * (dp - delta_b) * score.factor)
-            if slope is not None:
-                ds = ds * slope
+            ds = p * (dp - delta_b) * score.factor
+            ds = block.shown(ds if slope is None else ds * slope)
             dq[:, block.rows] += rearrange(ds @ k_b, "B Hk group Sq D -> B Sq (Hk group) D")
             dk[:, block.keys] += rearrange((ds.mT @ q_b).sum(2), "B Hk Sk D -> B Sk Hk D")
             dv[:, block.keys] += rearrange((p_kept.mT @ dout_b).sum(2), "B Hk Sk Dv -> B Sk Hk Dv")

@@ -27,7 +27,7 @@ class Score:
     scale: factor of the scores; None is 1 / sqrt(head dim), 0.0 is a value and gives the plain average.
     softcap: bound of the scores, > 0; None leaves them as they are.
     alibi: one slope per query head, a list, tuple or tensor; no gradient. Positions are those in the whole sequence.
-    sinks: logits of one key per query head that has no value, [Hq], floating point, on the device of q; differentiable.
+    sinks: logits of one key per query head that has no value, [Hq], < inf, on the device of q; differentiable.
         Each rank gets the gradient of its own queries: sum it over the ring like that of any weight.
     dropout: probability that a pair is dropped, in [0, 1); needs a seed.
     seed: in [0, 2**62). Whether a pair is kept depends on (seed, batch row, head, query position, key position) alone, so
@@ -155,17 +155,21 @@ def _slopes(alibi: object) -> tuple[float, ...]:
         if alibi.dim() != 1:
             raise ValueError(f"Score: alibi has shape {tuple(alibi.shape)}; must be one slope per query head, [Hq]")
         alibi = alibi.tolist()
-    if not isinstance(alibi, Sequence) or isinstance(alibi, str) or not alibi:
+    elif len(getattr(alibi, "shape", ())) == 1:
+        alibi = cast(Any, alibi).tolist()  # numpy
+    if not isinstance(alibi, Sequence) or isinstance(alibi, str):
         raise TypeError(
             f"Score: alibi is {type(alibi).__name__}; must be a list, tuple or tensor of slopes, one per head"
         )
+    if not alibi:
+        raise ValueError("Score: alibi is empty; must be a list, tuple or tensor of slopes, one per head")
     return tuple(_finite(f"alibi[{i}]", cast(Any, slope), "a float") for i, slope in enumerate(alibi))
 
 
 def _check_sinks(sinks: object) -> None:
     if not isinstance(sinks, Tensor):
         raise TypeError(f"Score: sinks is {type(sinks).__name__}; must be a tensor [Hq]")
-    if sinks.dim() != 1 or not sinks.is_floating_point():
+    if sinks.dim() != 1 or sinks.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(
-            f"Score: sinks has shape {tuple(sinks.shape)} and {sinks.dtype}; must be [Hq] and floating point"
+            f"Score: sinks has shape {tuple(sinks.shape)} and {sinks.dtype}; must be [Hq], of 16, 32 or 64 bits"
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringflash.schedule.copies import on_cpu
-from ringflash.schedule.integers import integer, integers
+from ringflash.schedule.integers import NO_END, integer, integers
 from ringflash.schedule.mask import Mask, closed, integer_or_rows, per_row
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -97,6 +97,8 @@ class Documents(Mask):
         padding_id: the id of tokens that belong to none, which stand at the end; None where there are none.
         """
         ids = _token_ids("document_ids", document_ids)
+        if padding_id is not None:
+            padding_id = integer("Documents: padding_id", padding_id, least=-NO_END)
         lengths, padding = [], []
         for row in ids if ids.dim() == 2 else ids[None]:
             starts = torch.ones_like(row, dtype=torch.bool)
@@ -250,6 +252,10 @@ class Padding(Mask):
         """
         if not isinstance(is_real, Tensor):
             raise TypeError(f"Padding: the mask is {type(is_real).__name__}; must be a tensor [B, S]")
+        if is_real.layout != torch.strided or is_real.is_nested or is_real.is_meta:
+            raise TypeError(
+                f"Padding: the mask is {is_real.layout} on {is_real.device}; must be a plain tensor with values"
+            )
         if is_real.dim() != 2 or is_real.is_floating_point() or is_real.is_complex():
             raise ValueError(
                 f"Padding: a mask of shape {tuple(is_real.shape)} and {is_real.dtype}; must be [B, S], bool or integer"
@@ -311,10 +317,22 @@ def _is_number(entry: object) -> bool:
 
 def _token_ids(name: str, ids: Iterable[Any] | Tensor) -> Tensor:
     """int64 [S] or [B, S] on the CPU."""
-    x = ids if isinstance(ids, Tensor) else torch.tensor(integers(f"Documents: {name}", ids), dtype=torch.int64)
+    x = ids if isinstance(ids, Tensor) else _tensor_of(f"Documents: {name}", ids)
+    if x.layout != torch.strided or x.is_nested or x.is_meta:
+        raise TypeError(f"Documents: {name}: {x.layout} on {x.device}; must be a plain tensor that holds values")
     if x.dim() not in (1, 2) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"Documents: {name}: shape {tuple(x.shape)} and {x.dtype}; must be [S] or [B, S] and integer")
     return x.to("cpu", torch.int64)
+
+
+def _tensor_of(name: str, ids: Iterable[Any]) -> Tensor:
+    """From a list or array of ids, or one per batch row."""
+    if len(getattr(ids, "shape", ())) == 2 or (isinstance(ids, (list, tuple)) and ids and not _is_number(ids[0])):
+        rows = [integers(f"{name}[{row}]", row_ids) for row, row_ids in enumerate(ids)]
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(f"{name}: batch rows of {sorted({len(row) for row in rows})} tokens; must be equal")
+        return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(integers(name, ids), dtype=torch.int64)
 
 
 def _gaps(starts: Tensor) -> list[int]:

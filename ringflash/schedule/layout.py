@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from ringflash.schedule.copies import on_cpu
 from ringflash.schedule.cut import Cut
 from ringflash.schedule.documents import Documents
-from ringflash.schedule.mask import Mask
+from ringflash.schedule.integers import integer
+from ringflash.schedule.mask import Mask, fingerprint
 
 
 class Layout(ABC):
@@ -33,13 +34,25 @@ class Layout(ABC):
         """Tokens of the only sequence that this layout fits, or None if it fits any."""
         return None
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is equal for equal layouts, in every process, and differs for different ones."""
+        return fingerprint(self)
+
     def positions(self, length: int, rank: int, ranks: int) -> Tensor:
         """Global positions of `rank`, int64 [S_local], strictly increasing, on the CPU."""
-        return cut(self, length, ranks).positions(rank)
+        return cut(self, integer("length", length), _ranks(rank, ranks)).positions(rank)
 
     def shard_length(self, length: int, rank: int, ranks: int) -> int:
         """Tokens that `rank` holds of a sequence of `length`; equal on all ranks where these layouts can make it so."""
-        return cut(self, length, ranks).shard_lengths[rank]
+        return cut(self, integer("length", length), _ranks(rank, ranks)).shard_lengths[rank]
+
+
+def _ranks(rank: int, ranks: int) -> int:
+    ranks = integer("ranks", ranks, least=1)
+    if integer("rank", rank) >= ranks:
+        raise ValueError(f"rank = {rank}; must be in [0, {ranks})")
+    return ranks
 
 
 LONGEST = 2**31  # positions are int32 in kernels
@@ -51,6 +64,8 @@ def cut(layout: Layout, length: int, ranks: int) -> Cut:
     """`layout.cut`, cached."""
     if length >= LONGEST:
         raise ValueError(f"a sequence of {length} tokens; must be < 2**31")
+    if layout.length not in (None, length):
+        raise ValueError(f"layout {layout} is made for {layout.length} tokens, the sequence has {length}")
     return layout.cut(length, ranks)
 
 
@@ -134,6 +149,8 @@ class DocumentZigzag(Layout):
 BLOCKS_PER_RANK = 32
 # Kernels work on 64 rows at once or more; finer blocks would be mostly edges.
 SMALLEST_BLOCK = 64
+# Cut finer, down to this, until no rank has more than this of the mean.
+FINEST_BLOCK, WELL_BALANCED = 16, 1.01
 # Rows whose work is looked at: enough to know a block of 1/2048 of the sequence to a few per cent.
 SAMPLES = 65536
 
@@ -143,7 +160,7 @@ class Balanced(Layout):
     """Blocks dealt to the ranks so that each holds as many tokens and, within 2 %, as many visible pairs under `mask`.
 
     For packed documents, windows and mixtures, where no fixed pattern is fair. Long sequences are needed for the 2 %:
-    blocks are not made smaller than 64 tokens while there are 4 per rank. `Plan.pairs_per_rank` tells what came out.
+    blocks of less than 64 tokens are made only where few rows do all the work. `Plan.pairs_per_rank` tells what came out.
 
     mask: what the sequence will be attended with. length: tokens of the sequence, where the mask does not know it.
     """
@@ -163,13 +180,21 @@ class Balanced(Layout):
 
     def cut(self, length: int, ranks: int) -> Cut:
         per_rank = max(4, min(BLOCKS_PER_RANK, length // (ranks * SMALLEST_BLOCK)))
-        blocks = per_rank * ranks
-        starts = border(length, torch.arange(blocks + 1), blocks)
-        return _blocks(starts[:-1], _dealt(_work(self.mask, length, starts), ranks), length, ranks)
+        while True:
+            starts = border(length, torch.arange(per_rank * ranks + 1), per_rank * ranks)
+            work = _work(self.mask, length, starts)
+            owner, spread = _dealt(work, ranks)
+            # Where few rows do all the work, blocks of them are few as well: cut finer.
+            per_rank *= 4
+            if spread <= WELL_BALANCED or length // (per_rank * ranks) < FINEST_BLOCK:
+                return _blocks(starts[:-1], owner, length, ranks)
 
 
-def _dealt(work: Tensor, ranks: int) -> Tensor:
-    """The rank of each block, int64 [blocks]: as many for each, and as equal a sum of `work` as can be had."""
+def _dealt(work: Tensor, ranks: int) -> tuple[Tensor, float]:
+    """The rank of each block, int64 [blocks]: as many for each, and as equal a sum of `work` as can be had.
+
+    And the largest sum by the mean.
+    """
     owner = torch.empty(work.shape[0], dtype=torch.int64)
     load = torch.zeros(ranks, dtype=work.dtype)
     for chosen in work.argsort(descending=True, stable=True).view(-1, ranks):
@@ -177,7 +202,7 @@ def _dealt(work: Tensor, ranks: int) -> Tensor:
         receiver = load.argsort(stable=True)
         owner[chosen] = receiver
         load[receiver] += work[chosen]
-    return owner
+    return owner, float(load.max() / load.mean().clamp_min(1e-9))
 
 
 def _work(mask: Mask, length: int, starts: Tensor) -> Tensor:

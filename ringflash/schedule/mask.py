@@ -45,6 +45,9 @@ class Mask(ABC):
         """Whether the rule speaks of queries and keys as the same tokens."""
         return False
 
+    def check(self, positions: Tensor) -> None:  # noqa: B027 - most rules have nothing to check
+        """ValueError where the rule cannot be said as one interval per query, for ALL queries of a sequence, int64 [Sq]."""
+
     def __str__(self) -> str:
         """As it was made, cut short where it is long: for messages."""
         return _shortened(repr(self))
@@ -52,8 +55,7 @@ class Mask(ABC):
     @cached_property
     def fingerprint(self) -> str:
         """A short text that is equal for equal masks, in every process, and differs for different ones."""
-        whole = repr(self)
-        return f"{_shortened(whole)} [{hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()}]"
+        return fingerprint(self)
 
     def __and__(self, other: Mask) -> Mask:
         """Keys that both masks show."""
@@ -61,12 +63,15 @@ class Mask(ABC):
             return NotImplemented
         return intersect(self, other)
 
-    def __or__(self, other: Mask) -> Union:
+    def __or__(self, other: Mask | Union) -> Union:
         """Keys that either mask shows. Where both show keys, `self` must begin first."""
-        if not isinstance(other, Mask):
-            return NotImplemented
-        _fit("|", (self, other))
-        return Union((self, Past(self, other)))
+        return Union((self,)) | other
+
+
+def fingerprint(value: object) -> str:
+    """The text of a value, cut short, and a hash of all of it."""
+    whole = repr(value)
+    return f"{_shortened(whole)} [{hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()}]"
 
 
 def _shortened(text: str) -> str:
@@ -187,6 +192,10 @@ class Intersection(Mask):
     def is_for_self_attention(self) -> bool:
         return any(m.is_for_self_attention for m in self.masks)
 
+    def check(self, positions: Tensor) -> None:
+        for mask in self.masks:
+            mask.check(positions)
+
     def rows(self) -> tuple[Tensor, Tensor]:
         firsts, pasts = zip(*(m.rows() for m in self.masks), strict=True)
         return reduce(torch.maximum, firsts), reduce(torch.minimum, pasts)
@@ -221,12 +230,21 @@ class Past(Mask):
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         first_lo, first_hi = self.first.bounds(positions)
         lo, hi = self.second.bounds(positions)
-        is_seen = (first_lo < first_hi) & (lo < hi)
-        if bool((is_seen & (first_lo > lo)).any()):
+        return closed(torch.where(first_lo < first_hi, torch.maximum(lo, first_hi), lo), hi)
+
+    def check(self, positions: Tensor) -> None:
+        self.first.check(positions)
+        self.second.check(positions)
+        (first_lo, first_hi), (lo, hi) = self.first.bounds(positions), self.second.bounds(positions)
+        if bool(((first_lo < first_hi) & (lo < hi) & (first_lo > lo)).any()):
             raise ValueError(
                 f"mask |: {self.first} begins after {self.second} for some queries; put the mask that begins first first"
             )
-        return closed(torch.maximum(lo, first_hi), hi)
+        if any(bool((end.diff(dim=-1) < 0).any()) for end in self.bounds(positions)):
+            raise ValueError(
+                f"mask |: what {self.second} adds to {self.first} moves back from one query to the next; the first mask "
+                "must not stop showing keys that the second still shows"
+            )
 
 
 @dataclass(frozen=True)
@@ -238,16 +256,21 @@ class Union:
 
     parts: tuple[Mask, ...]
 
-    def __and__(self, other: Mask) -> Union:
-        return Union(tuple(part & other for part in self.parts)) if isinstance(other, Mask) else NotImplemented
+    def __and__(self, other: Mask | Union) -> Union:
+        if not isinstance(other, (Mask, Union)):
+            return NotImplemented
+        others = other.parts if isinstance(other, Union) else (other,)
+        return Union(tuple(mine & theirs for mine in self.parts for theirs in others))
 
     __rand__ = __and__
 
-    def __or__(self, other: Mask) -> Union:
-        if not isinstance(other, Mask):
+    def __or__(self, other: Mask | Union) -> Union:
+        if not isinstance(other, (Mask, Union)):
             return NotImplemented
-        _fit("|", (*self.parts, other))
-        return Union((*self.parts, reduce(lambda rest, part: Past(part, rest), self.parts, other)))
+        others = other.parts if isinstance(other, Union) else (other,)
+        _fit("|", (*self.parts, *others))
+        past = (reduce(lambda rest, part: Past(part, rest), self.parts, part) for part in others)
+        return Union((*self.parts, *past))
 
 
 def intersect(a: Mask, b: Mask) -> Mask:
@@ -274,7 +297,7 @@ def _fit(operator: str, masks: Sequence[Mask]) -> None:
 
 def integer_or_rows(name: str, value: object) -> int | tuple[int, ...]:
     """One number for all batch rows, or a tuple with one for each."""
-    if isinstance(value, (Sequence, Tensor)) and not (isinstance(value, Tensor) and value.dim() == 0):
+    if len(getattr(value, "shape", ())) == 1 or (isinstance(value, Sequence) and not isinstance(value, str)):
         numbers = tuple(integer(name, number) for number in integers(name, cast(Any, value)))
         if not numbers:
             raise ValueError(f"{name} is empty; must be a number, or one per batch row")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringflash.schedule.copies import Copies, moved, on_cpu
 from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import LONGEST, Layout, cut
-from ringflash.schedule.mask import Mask
+from ringflash.schedule.mask import Intersection, Mask, Past
 from ringflash.schedule.needs import NOTHING, Needs, needs
 from ringflash.schedule.tiles import Bounds, transpose
 
@@ -42,14 +42,14 @@ class Plan:
 
     def keys(self, source: int) -> slice:
         """Rows of the shard of `source` that are seen from here: the columns of its Bounds."""
-        return self.needs.seen(self.rank, source)
-
-    def __getitem__(self, source: int) -> Bounds:
         source = integer("Plan: source", source)
         if source >= self.ranks:
             raise IndexError(f"Plan: source = {source}; must be in [0, {self.ranks})")
+        return self.needs.seen(self.rank, source)
+
+    def __getitem__(self, source: int) -> Bounds:
+        seen = self.keys(source)
         if source not in self._bounds:
-            seen = self.keys(source)
             self._bounds[source] = Bounds(
                 rows=cut(self.layout, self.query_length, self.ranks).shard_lengths[self.rank],
                 columns=seen.stop - seen.start,
@@ -229,5 +229,9 @@ def plan(
 
 # Enough for the mask kinds of one model times a few batches in flight; a million tokens of bounds are 16 MB each.
 @lru_cache(maxsize=32)
+@on_cpu
 def _plan(mask: Mask, layout: Layout, length: int, rank: int, ranks: int, query_length: int) -> Plan:
+    # Of all queries, so that every rank raises the same error, before anything is sent.
+    if isinstance(mask, (Past, Intersection)):
+        mask.check(torch.arange(query_length) + length - query_length)
     return Plan(mask, layout, length, rank, ranks, query_length)

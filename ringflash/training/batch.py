@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringflash.ring import Ring
+from ringflash.schedule.copies import on_cpu
 from ringflash.schedule.documents import Documents
 from ringflash.schedule.integers import integer, integers
 
@@ -29,6 +30,7 @@ def shift_labels(
     Errors: ValueError where lengths and padding are negative or do not sum to S.
     """
     _check_tokens("shift_labels", tokens)
+    ignore_index = _index("shift_labels", ignore_index, tokens)
     S = tokens.shape[-1]
     padding = integer("shift_labels: padding", padding)
     if padding > S:
@@ -50,6 +52,15 @@ def _check_tokens(caller: str, tokens: object) -> None:
         raise TypeError(f"{caller}: tokens has no axis; must be [B, S]")
 
 
+def _index(caller: str, ignore_index: object, tokens: Tensor) -> int:
+    lowest = torch.iinfo(tokens.dtype).min
+    index = integer(f"{caller}: ignore_index", ignore_index, least=lowest)
+    if index > torch.iinfo(tokens.dtype).max:
+        raise ValueError(f"{caller}: ignore_index = {index}; does not fit tokens of {tokens.dtype}")
+    return index
+
+
+@on_cpu
 def position_ids(documents: Iterable[int] | Tensor) -> Tensor:
     """Positions for rotary embeddings that start at 0 with every document, int64, of WHOLE sequences; cut them like tokens.
 
@@ -146,6 +157,12 @@ def shard_batch(
     Errors: ValueError for a name in only one of batch and dims, an axis that a tensor lacks, and an axis whose size is
     not the sequence's length; TypeError for an axis of something that is no tensor.
     """
+    if not isinstance(batch, Mapping) or not isinstance(dims, Mapping):
+        raise TypeError(
+            f"shard_batch: batch is {type(batch).__name__} and dims {type(dims).__name__}; both must be dicts by name"
+        )
+    if not isinstance(ring, Ring):
+        raise TypeError(f"shard_batch: ring is {type(ring).__name__}; must be a Ring")
     undeclared, absent = sorted(set(batch) - set(dims)), sorted(set(dims) - set(batch))
     if undeclared:
         raise ValueError(
@@ -184,7 +201,9 @@ def _one_row(ids: Iterable[Any] | Tensor) -> Iterable[Any] | Tensor:
 def _padded(lengths: Any, length: int | None, causal: bool) -> Documents:
     """Documents with padding up to `length` in every batch row."""
     is_nested = len(getattr(lengths, "shape", ())) == 2 or (
-        isinstance(lengths, (list, tuple)) and bool(lengths) and isinstance(lengths[0], (list, tuple))
+        isinstance(lengths, (list, tuple))
+        and bool(lengths)
+        and (isinstance(lengths[0], (list, tuple)) or len(getattr(lengths[0], "shape", ())) == 1)
     )
     name = "documents: lengths"
     rows = [[integer(name, n) for n in integers(name, row)] for row in (lengths if is_nested else [lengths])]
@@ -200,6 +219,7 @@ def _padded(lengths: Any, length: int | None, causal: bool) -> Documents:
     )
 
 
+@on_cpu
 def _positions(mask: Documents) -> Tensor:
     position = torch.arange(mask.length)
     lo, _ = Documents(mask.lengths, causal=False, padding=mask.padding).bounds(position)

@@ -45,6 +45,7 @@ class BatchTokens:
 
         Its value alone says nothing (see `true_loss`). A batch without any valid token gives 0, with gradients 0.
         """
+        _check_losses("local_loss: losses", losses)
         total = losses.to(accumulate_dtype(losses.dtype)).sum()
         return total * self.averaged_over / self.count.clamp_min(1).to(total.dtype)
 
@@ -55,8 +56,14 @@ class BatchTokens:
 
         Every rank must call it: one exchange of a few bytes for each axis of ranks.
         """
+        _check_losses("true_loss: local_losses", local_losses)
         local = local_losses.detach().to(accumulate_dtype(local_losses.dtype)).sum()
         return sum_over_ranks(local, self.wires) / self.averaged_over
+
+
+def _check_losses(name: str, losses: object) -> None:
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        raise TypeError(f"{name} is {_kind(losses)}; must be a floating point tensor")
 
 
 def count_tokens(

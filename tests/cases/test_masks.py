@@ -209,16 +209,17 @@ def test_R22_documents_may_be_empty(borders, heads, ranks, layout):
         assert_all_close(results, expected, F64)
 
 
-def alone(inputs, row, real):
+def alone(inputs, row, real, score):
     """What the oracle says about the real tokens of one batch row, on their own."""
     own = {name: x[row : row + 1, real] for name, x in inputs.items()}
-    return dense_gradients(**own, mask=rf.Causal())
+    return dense_gradients(**own, mask=rf.Causal(), score=score)
 
 
 @layouts
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("filling", [1e4, torch.nan], ids=str)
-def test_R33_R34_padded_batches(side, filling, layout):
+@pytest.mark.parametrize("filling", [1e4, torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("score", [rf.Score(), rf.Score(softcap=3.0, alibi=(0.1, 0.2))], ids=["plain", "softcap"])
+def test_R33_R34_padded_batches(side, filling, score, layout):
     """The mask as collators give it, sharded like the tokens; what lies in the padding has no effect, be it NaN."""
     lengths = [12, 7 if side == "right" else 5]
     is_real = torch.zeros(2, 12, dtype=torch.bool)
@@ -231,12 +232,12 @@ def test_R33_R34_padded_batches(side, filling, layout):
 
     def step(ring):
         mask = rf.Padding.from_mask(ring.gather(ring.shard(is_real))) & rf.Causal()
-        return attend_sharded(ring, **inputs, mask=mask)
+        return attend_sharded(ring, **inputs, mask=mask, score=score)
 
     for results in in_process(2, layout, step):
         for row in range(2):
             real = is_real[row]
-            for name, x in alone(inputs, row, real).items():
+            for name, x in alone(inputs, row, real, score).items():
                 assert_close(results[name][row : row + 1, real], x, F64, name)
                 assert (results[name][row, ~real] == (-torch.inf if name == "lse" else 0)).all(), name
 

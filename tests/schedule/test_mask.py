@@ -171,10 +171,41 @@ def test_causal_must_be_named_for_documents():
         rf.Documents([3])
 
 
-def test_a_union_takes_masks_in_the_order_in_which_they_begin():
-    late = rf.Window(1, 0) | rf.FirstKeys(2) & rf.Causal()
-    with pytest.raises(ValueError, match="put the mask that begins first first"):
-        late.parts[1].bounds(torch.arange(8))
+@pytest.mark.parametrize(
+    ("union", "message"),
+    [
+        (rf.Window(1, 0) | rf.FirstKeys(2) & rf.Causal(), "put the mask that begins first first"),
+        # The first mask stops showing keys in the middle that the window still shows.
+        (rf.FirstKeys(4) & rf.Chunked(8) | rf.Window(5, 0), "moves back from one query to the next"),
+        (rf.FirstKeys(4) & rf.Documents([5, 6, 5], causal=True) | rf.Window(5, 0), "moves back from one query"),
+    ],
+    ids=["order", "chunks", "documents"],
+)
+def test_a_union_that_is_no_interval_past_the_first_mask_is_refused_on_every_rank(union, message):
+    for rank in range(4):
+        with pytest.raises(ValueError, match=message):
+            rf.plan(union.parts[1], rf.Contiguous(), 16, rank, 4)
+
+
+def test_what_a_union_adds_where_its_first_mask_shows_nothing():
+    """All of the second."""
+    union = rf.FirstKeys(1) & rf.Documents([6], causal=True, padding=10) | rf.Window(3, 0)
+    lo, hi = union.parts[1].bounds(torch.arange(16))
+    column = torch.arange(16)
+    seen = (lo[..., None] <= column) & (column < hi[..., None])
+    assert torch.equal(seen, visible(rf.Window(3, 0), 16, 16) & ~visible(union.parts[0], 16, 16))
+
+
+def test_unions_join_and_cross():
+    a, b, c = rf.FirstKeys(2) & rf.Causal(), rf.Window(3, 0), rf.Causal()
+    three = a | b | c
+    assert len(three.parts) == len((a | (b | c)).parts) == 3
+    assert torch.equal(visible(a | (b | c), 9, 9), visible(three, 9, 9))
+    assert torch.equal(visible(three, 9, 9), visible(rf.Causal(), 9, 9))
+    crossed = (a | b) & (a | c)
+    assert torch.equal(visible(crossed, 9, 9), visible(a | b, 9, 9))
+    with pytest.raises(TypeError):
+        _ = (a | b) & 3
 
 
 def test_a_union_is_cut_by_and_in_all_its_parts():
