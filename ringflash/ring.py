@@ -22,6 +22,8 @@ from ringflash.schedule.plan import shard_positions
 AGREED = 1024
 _REMEDY = {
     "length": ". Pass length= where the ranks hold different numbers of tokens",
+    "query length": ". Pass query_length= where the ranks hold different numbers of queries",
+    "batch": ". All ranks of a ring need the same batch",
     "mask": ". All ranks of a ring need the same batch",
 }
 

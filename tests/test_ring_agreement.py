@@ -17,7 +17,10 @@ DIFFERENCES = {
         "length differs among the ranks of the ring; rank 0: 16, rank 1: 14. Pass length="
         " where the ranks hold different numbers of tokens",
     ),
-    "batch": ({"batch": 2}, "batch differs among the ranks of the ring; rank 0: 1, rank 1: 2"),
+    "batch": (
+        {"batch": 2},
+        "batch differs among the ranks of the ring; rank 0: 1, rank 1: 2. All ranks of a ring need the same batch",
+    ),
     "query_heads": ({"heads": (8, 2)}, "query heads differs among the ranks of the ring; rank 0: 4, rank 1: 8"),
     "key_heads": ({"heads": (4, 4)}, "key heads differs among the ranks of the ring; rank 0: 2, rank 1: 4"),
     "dim": ({"dim": 32}, "head_dim differs among the ranks of the ring; rank 0: 16, rank 1: 32"),
@@ -62,7 +65,8 @@ def test_every_process_is_told_the_field_and_each_ranks_value(workers):
 
 
 def test_all_ranks_are_listed_not_only_those_that_differ():
-    message = "attention: batch differs among the ranks of the ring; rank 0: 1, rank 1: 1, rank 2: 1, rank 3: 5"
+    message = "attention: batch differs among the ranks of the ring; rank 0: 1, rank 1: 1, rank 2: 1, rank 3: 5. "
+    message += "All ranks of a ring need the same batch"
     assert in_process(4, rf.Zigzag(), refusal, {"batch": 5}) == [message] * 4
 
 
@@ -144,7 +148,10 @@ def test_a_refused_call_is_compared_again():
     def twice(ring):
         return refusal(ring, {"batch": 2}), refusal(ring, {"batch": 2})
 
-    message = "attention: batch differs among the ranks of the ring; rank 0: 1, rank 1: 2"
+    message = (
+        "attention: batch differs among the ranks of the ring; rank 0: 1, rank 1: 2. All ranks of a ring need the "
+    )
+    message += "same batch"
     assert in_process(2, rf.Zigzag(), twice) == [(message, message)] * 2
 
 

@@ -19,7 +19,7 @@ from ringflash.schedule.copies import on_cpu
 from ringflash.schedule.cut import Cut
 from ringflash.schedule.documents import Documents
 from ringflash.schedule.integers import integer
-from ringflash.schedule.mask import Mask, fingerprint
+from ringflash.schedule.mask import Mask, Union, fingerprint
 
 
 class Layout(ABC):
@@ -162,13 +162,13 @@ class Balanced(Layout):
     For packed documents, windows and mixtures, where no fixed pattern is fair. Long sequences are needed for the 2 %:
     blocks of less than 64 tokens are made only where few rows do all the work. `Plan.pairs_per_rank` tells what came out.
 
-    mask: what the sequence will be attended with. length: tokens of the sequence, where the mask does not know it.
+    mask: what the sequence will be attended with; a union too.
     """
 
-    mask: Mask
+    mask: Mask | Union
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, Mask):
+        if not isinstance(self.mask, (Mask, Union)):
             raise TypeError(f"Balanced: mask is {type(self.mask).__name__}; must be a Mask such as Causal()")
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class Balanced(Layout):
 
     @property
     def length(self) -> int | None:
-        return self.mask.length
+        return next((mask.length for mask in _masks(self.mask) if mask.length is not None), None)
 
     def cut(self, length: int, ranks: int) -> Cut:
         per_rank = max(4, min(BLOCKS_PER_RANK, length // (ranks * SMALLEST_BLOCK)))
@@ -205,14 +205,19 @@ def _dealt(work: Tensor, ranks: int) -> tuple[Tensor, float]:
     return owner, float(load.max() / load.mean().clamp_min(1e-9))
 
 
-def _work(mask: Mask, length: int, starts: Tensor) -> Tensor:
+def _masks(mask: Mask | Union) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, Union) else (mask,)
+
+
+def _work(mask: Mask | Union, length: int, starts: Tensor) -> Tensor:
     """Visible pairs of each block of rows, float64 [blocks], from evenly spaced rows where there are very many."""
     if length == 0:
         return torch.zeros(starts.shape[0] - 1, dtype=torch.float64)
     step = max(1, length // SAMPLES)
     rows = torch.arange(step // 2, length, step)
-    lo, hi = mask.bounds(rows)
-    pairs = (hi.clamp(0, length) - lo.clamp(0, length)).sum(0).double()
+    bounds = [part.bounds(rows) for part in _masks(mask)]
+    pairs = sum((hi.clamp(0, length) - lo.clamp(0, length)).sum(0).double() for lo, hi in bounds)
+    assert isinstance(pairs, Tensor), "a union has parts"
     sums = torch.nn.functional.pad(pairs.cumsum(0), (1, 0))
     index = torch.searchsorted(rows, starts)
     return (sums[index[1:]] - sums[index[:-1]]) * step

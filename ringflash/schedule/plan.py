@@ -202,7 +202,9 @@ def plan(
     Raises TypeError for wrong types, ValueError for wrong values and if the mask is made for another length.
     """
     if not isinstance(mask, Mask):
-        raise TypeError(f"plan: mask is {type(mask).__name__}; must be a Mask such as Causal()")
+        raise TypeError(
+            f"plan: mask is {type(mask).__name__}; must be a Mask such as Causal(), a Union is planned part by part"
+        )
     if not isinstance(layout, Layout):
         raise TypeError(f"plan: layout is {type(layout).__name__}; must be a Layout such as Zigzag()")
     length = integer("plan: length", length)

@@ -315,6 +315,17 @@ def test_a_document_zigzag_balances_causal_documents():
     assert max(zigzag) / (sum(zigzag) / 4) > 1.15
 
 
+def test_a_balanced_layout_knows_unions():
+    union = rf.FirstKeys(64) & rf.Causal() | rf.Window(1023, 0)
+    layout = rf.Balanced(union)
+    work = [sum(plan(part, layout, 65536, rank, 8).pairs for part in union.parts) for rank in range(8)]
+    assert max(work) / (sum(work) / 8) <= 1.02
+    with pytest.raises(
+        TypeError, match="mask is Union; must be a Mask such as Causal.., a Union is planned part by part"
+    ):
+        plan(union, layout, 65536)
+
+
 @pytest.mark.parametrize("layout", [rf.DocumentZigzag([3, 4]), rf.Balanced(rf.Documents([3, 4], causal=True))], ids=str)
 def test_a_layout_for_another_length_is_refused_wherever_it_cuts(layout):
     ring = rf.Ring(layout=layout)
