@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringflash.schedule.copies import on_cpu
-from ringflash.schedule.integers import NO_END, integer, integers
+from ringflash.schedule.integers import NO_END, check_holds_values, integer, integers, is_by_row
 from ringflash.schedule.mask import Mask, closed, integer_or_rows, per_row
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -252,10 +252,7 @@ class Padding(Mask):
         """
         if not isinstance(is_real, Tensor):
             raise TypeError(f"Padding: the mask is {type(is_real).__name__}; must be a tensor [B, S]")
-        if is_real.layout != torch.strided or is_real.is_nested or is_real.is_meta:
-            raise TypeError(
-                f"Padding: the mask is {is_real.layout} on {is_real.device}; must be a plain tensor with values"
-            )
+        check_holds_values("Padding: the mask", is_real)
         if is_real.dim() != 2 or is_real.is_floating_point() or is_real.is_complex():
             raise ValueError(
                 f"Padding: a mask of shape {tuple(is_real.shape)} and {is_real.dtype}; must be [B, S], bool or integer"
@@ -300,10 +297,7 @@ class Padding(Mask):
 def _lengths(lengths: Iterable[Any] | Tensor) -> Lengths:
     """A tuple of lengths, or one such tuple per batch row."""
     name = "Documents: lengths"
-    if len(getattr(lengths, "shape", ())) == 2:  # a tensor or an array: its rows
-        lengths = list(lengths)
-    is_nested = isinstance(lengths, (list, tuple)) and bool(lengths) and not _is_number(lengths[0])
-    if not is_nested:
+    if not is_by_row(lengths):
         return tuple(integer(f"{name}[{i}]", n) for i, n in enumerate(integers(name, cast(Any, lengths))))
     return tuple(
         tuple(integer(f"{name}[{row}][{i}]", n) for i, n in enumerate(integers(f"{name}[{row}]", numbers)))
@@ -311,15 +305,10 @@ def _lengths(lengths: Iterable[Any] | Tensor) -> Lengths:
     )
 
 
-def _is_number(entry: object) -> bool:
-    return not isinstance(entry, (list, tuple)) and len(getattr(entry, "shape", ())) == 0
-
-
 def _token_ids(name: str, ids: Iterable[Any] | Tensor) -> Tensor:
     """int64 [S] or [B, S] on the CPU."""
     x = ids if isinstance(ids, Tensor) else _tensor_of(f"Documents: {name}", ids)
-    if x.layout != torch.strided or x.is_nested or x.is_meta:
-        raise TypeError(f"Documents: {name}: {x.layout} on {x.device}; must be a plain tensor that holds values")
+    check_holds_values(f"Documents: {name}", x)
     if x.dim() not in (1, 2) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"Documents: {name}: shape {tuple(x.shape)} and {x.dtype}; must be [S] or [B, S] and integer")
     return x.to("cpu", torch.int64)
@@ -327,7 +316,7 @@ def _token_ids(name: str, ids: Iterable[Any] | Tensor) -> Tensor:
 
 def _tensor_of(name: str, ids: Iterable[Any]) -> Tensor:
     """From a list or array of ids, or one per batch row."""
-    if len(getattr(ids, "shape", ())) == 2 or (isinstance(ids, (list, tuple)) and ids and not _is_number(ids[0])):
+    if is_by_row(ids):
         rows = [integers(f"{name}[{row}]", row_ids) for row, row_ids in enumerate(ids)]
         if len({len(row) for row in rows}) > 1:
             raise ValueError(f"{name}: batch rows of {sorted({len(row) for row in rows})} tokens; must be equal")

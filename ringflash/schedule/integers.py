@@ -31,8 +31,8 @@ def integers(name: str, values: Iterable[int] | Tensor) -> list[int]:
     shaped: Any = values
     if hasattr(values, "dtype") and hasattr(values, "shape"):  # tensors and numpy arrays
         is_tensor = isinstance(values, Tensor)
-        if is_tensor and (shaped.layout != torch.strided or shaped.is_nested or shaped.is_meta):
-            raise TypeError(f"{name}: {shaped.layout} on {shaped.device}; must be a plain tensor that holds values")
+        if is_tensor:
+            check_holds_values(name, shaped)
         floats = shaped.is_floating_point() or shaped.is_complex() if is_tensor else shaped.dtype.kind not in "iu"
         if len(shaped.shape) != 1 or floats or shaped.dtype == torch.bool:
             raise TypeError(
@@ -48,6 +48,21 @@ def integers(name: str, values: Iterable[int] | Tensor) -> list[int]:
             raise TypeError(f"{name}: holds {value!r} of type {type(value).__name__}; must be integers")
         numbers.append(number)
     return numbers
+
+
+def check_holds_values(name: str, x: Tensor) -> None:
+    """TypeError for a tensor whose numbers cannot be read as they lie."""
+    if x.layout != torch.strided or x.is_nested or x.is_meta:
+        raise TypeError(f"{name}: {x.layout} on {x.device}; must be a plain tensor that holds values")
+
+
+def is_by_row(numbers: object) -> bool:
+    """Whether numbers come as one list per batch row: a list of lists or arrays, or an array or tensor of two axes."""
+    if len(getattr(numbers, "shape", ())) == 2:
+        return True
+    if not isinstance(numbers, (list, tuple)) or not numbers:
+        return False
+    return isinstance(numbers[0], (list, tuple)) or len(getattr(numbers[0], "shape", ())) > 0
 
 
 def _whole(value: object) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringflash.ring import Ring
 from ringflash.schedule.copies import on_cpu
 from ringflash.schedule.documents import Documents
-from ringflash.schedule.integers import integer, integers
+from ringflash.schedule.integers import integer, integers, is_by_row
 
 
 def shift_labels(
@@ -200,11 +200,7 @@ def _one_row(ids: Iterable[Any] | Tensor) -> Iterable[Any] | Tensor:
 
 def _padded(lengths: Any, length: int | None, causal: bool) -> Documents:
     """Documents with padding up to `length` in every batch row."""
-    is_nested = len(getattr(lengths, "shape", ())) == 2 or (
-        isinstance(lengths, (list, tuple))
-        and bool(lengths)
-        and (isinstance(lengths[0], (list, tuple)) or len(getattr(lengths[0], "shape", ())) == 1)
-    )
+    is_nested = is_by_row(lengths)
     name = "documents: lengths"
     rows = [[integer(name, n) for n in integers(name, row)] for row in (lengths if is_nested else [lengths])]
     totals = [sum(row) for row in rows]
