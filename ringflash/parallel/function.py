@@ -101,7 +101,10 @@ class RingAttentionFunction(torch.autograd.Function):
                 for gradient, x, needed in zip(gradients, (q, k, v, sinks), ctx.needs_input_grad, strict=False)
             ]
         if torch.is_grad_enabled():  # create_graph=True
-            rounded = [None if x is None else _DifferentiatedOnce.apply(x, q, k, v, sinks, dout, dlse) for x in rounded]
+            rounded = [
+                None if x is None else DifferentiatedOnce.apply(x, "attention", q, k, v, sinks, dout, dlse)
+                for x in rounded
+            ]
         return (*rounded, None)
 
 
@@ -110,21 +113,22 @@ def _as_given(q: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(q.device.type, enabled=False)
 
 
-class _DifferentiatedOnce(torch.autograd.Function):
-    """A gradient that is an error to differentiate again.
+class DifferentiatedOnce(torch.autograd.Function):
+    """A gradient of `caller` that is an error to differentiate again.
 
     torch's once_differentiable raises only where the incoming gradient requires grad: under a plain sum of the outputs
     it would let a gradient penalty count for nothing, in silence.
     """
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *depends_on: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, caller: str, *depends_on: Tensor | None) -> Tensor:
+        ctx.caller = caller
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         raise NotImplementedError(
-            "attention: its gradients cannot be differentiated again; call it without create_graph"
+            f"{ctx.caller}: its gradients cannot be differentiated again; call it without create_graph"
         )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
+from ringflash.parallel.function import DifferentiatedOnce
 from ringflash.schedule.integers import integer
 from ringflash.training.loss import check_ignore_index, check_labels
 
@@ -107,7 +108,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients = _gradients(hidden, weight, bias, lse, dlosses.flatten(), ctx.targets, needs)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = tuple(
-                None if x is None else _DifferentiatedOnce.apply(x, hidden, weight, bias, dlosses) for x in gradients
+                None
+                if x is None
+                else DifferentiatedOnce.apply(x, "linear_cross_entropy", hidden, weight, bias, dlosses)
+                for x in gradients
             )
         return (*gradients, None)
 
@@ -167,20 +171,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     else:
         # Each chunk's product is rounded to 16 bits once, like the one product of a plain linear layer; the sum is not.
         total += a @ b
-
-
-class _DifferentiatedOnce(torch.autograd.Function):
-    """A gradient that is an error to differentiate again; see its namesake in parallel/function.py."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *depends_on: Tensor | None) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise NotImplementedError(
-            "linear_cross_entropy: its gradients cannot be differentiated again; call it without create_graph"
-        )
 
 
 def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
