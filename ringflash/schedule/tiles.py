@@ -57,6 +57,7 @@ class Bounds:
     ends: makes (lo, hi) on a device, int32 [1 or B, rows], both non-decreasing along the rows, 0 <= lo <= hi <= columns.
     positions: makes the global positions (int64 [rows], int64 [columns]) on the CPU, for scores that depend on them.
     column_ends: makes the ends of `transposed`; None where they are to be found from `ends`.
+    is_causal: known to be a causal square, row i seeing columns [0, i + 1). False where that is not known.
     Compared by identity: bounds come from the plan cache.
     """
 
@@ -65,6 +66,7 @@ class Bounds:
     ends: Callable[[torch.device], Ends]
     positions: Callable[[], Ends]
     column_ends: Callable[[torch.device], Ends] | None = None
+    is_causal: bool = False
     _copies: Copies = field(default_factory=Copies)
 
     @classmethod

@@ -43,11 +43,12 @@ class Variant:
     tiles: Tiles
     flag: tuple[str, bool] | None
     is_scored: bool = False  # with every term of the score that kernels know
+    is_causal: bool = False  # for a causal square
 
     @property
     def name(self) -> str:
         flag = "" if self.flag is None else f" {self.flag[0]}={self.flag[1]}"
-        flag += " scored" if self.is_scored else ""
+        flag += " scored" if self.is_scored else " causal" if self.is_causal else ""
         return f"{self.kernel.__name__} d{self.head_dim} {SHORT[self.dtype]} sm_{self.capability}{flag}"
 
 
@@ -77,6 +78,11 @@ def variants(capability: int) -> Iterator[Variant]:
     yield Variant(forward_kernel, 128, half, capability, forward, ("INTO", True), is_scored=True)
     yield Variant(key_gradient_kernel, 128, half, capability, key, ("ADD_DQ", False), is_scored=True)
     yield Variant(query_gradient_kernel, 128, half, capability, query, None, is_scored=True)
+    yield Variant(key_gradient_kernel, 128, half, capability, key, ("ADD_DQ", False), is_causal=True)
+    yield Variant(query_gradient_kernel, 128, half, capability, query, None, is_causal=True)
+    yield Variant(
+        forward_kernel, 64, half, capability, tiles(FORWARD, 64, half, capability), ("INTO", False), is_causal=True
+    )
 
 
 def compile_variant(variant: Variant) -> Usage:
@@ -93,6 +99,7 @@ def compile_variant(variant: Variant) -> Usage:
     is_whole = variant.flag is not None and not variant.flag[1]
     constants |= {"IS_LAST": is_whole, "STORE": is_whole}
     constants |= dict.fromkeys(("HAS_SOFTCAP", "HAS_ALIBI", "HAS_DROPOUT"), variant.is_scored)
+    constants["IS_CAUSAL"] = variant.is_causal
     if not variant.is_scored:
         constants |= dict.fromkeys(("slopes_ptr", "rows_at_ptr", "keys_at_ptr"))
     if variant.flag is not None:

@@ -50,18 +50,32 @@ def _score_gradient(
 
 
 @triton.jit
+def split_square(first, last, Sq, BLOCK: tl.constexpr):
+    """As split_blocks, for keys first..last of a causal square, whose rows are [key, Sq)."""
+    start = tl.multiple_of(first // BLOCK * BLOCK, BLOCK)
+    n_all = tl.cdiv(Sq - start, BLOCK)
+    n_left = tl.minimum(tl.cdiv(last - start, BLOCK), n_all)
+    n_full = tl.maximum((Sq - start) // BLOCK, n_left)
+    return start, n_left, n_full, n_all, first, Sq
+
+
+@triton.jit
 def _visit_rows(
     dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr, offs_k, Sk, start, begin, end, n_begin, n_end,
     stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Add the share of row blocks n_begin..n_end to dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]."""
     if MASKED:
         # Here and not in the kernel, so that they take no registers in the loop without a mask.
-        lo = tl.load(lo_ptr + offs_k, mask=offs_k < Sk, other=0)
-        hi = tl.load(hi_ptr + offs_k, mask=offs_k < Sk, other=0)
+        if IS_CAUSAL:
+            lo = offs_k
+            hi = offs_k * 0 + end
+        else:
+            lo = tl.load(lo_ptr + offs_k, mask=offs_k < Sk, other=0)
+            hi = tl.load(hi_ptr + offs_k, mask=offs_k < Sk, other=0)
     for n in range(n_begin, n_end):
         row = start + n * BLOCK_Q
         offs_q = row + tl.arange(0, BLOCK_Q)
@@ -108,6 +122,7 @@ def key_gradient_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ADD_DQ: tl.constexpr, STORE: tl.constexpr,
     PRECISION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Add to dk [B, Sk, Hk, HEAD_DIM], dv [B, Sk, Hk, VALUE_DIM] and, if ADD_DQ, dq [B, Sq, Hq, HEAD_DIM]; fp32.
 
@@ -124,9 +139,11 @@ def key_gradient_kernel(
     group = Hq // Hk
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
-    start, n_left, n_full, n_all, begin, end = split_blocks(
-        lo_ptr, hi_ptr, key, tl.minimum(key + BLOCK_K, Sk) - 1, BLOCK_Q, BLOCK_Q
-    )
+    last = tl.minimum(key + BLOCK_K, Sk) - 1
+    if IS_CAUSAL:
+        start, n_left, n_full, n_all, begin, end = split_square(key, last, Sq, BLOCK_Q)
+    else:
+        start, n_left, n_full, n_all, begin, end = split_blocks(lo_ptr, hi_ptr, key, last, BLOCK_Q, BLOCK_Q, False)
     if not STORE:
         if n_all == 0:
             return
@@ -159,6 +176,7 @@ def key_gradient_kernel(
             stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
             batch_row,
             HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+            IS_CAUSAL,
         )  # fmt: skip
         dk, dv = _visit_rows(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo_ptr, hi_ptr, offs_k, Sk, start,
@@ -166,6 +184,7 @@ def key_gradient_kernel(
             stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
             batch_row,
             HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, False, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+            IS_CAUSAL,
         )  # fmt: skip
         dk, dv = _visit_rows(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, dq_base, lo_ptr, hi_ptr, offs_k, Sk, start,
@@ -173,6 +192,7 @@ def key_gradient_kernel(
             stride_qs, stride_dos, Hq, scale, softcap, slope, rows_at_ptr, keys_at, seed, threshold, keep_scale, h,
             batch_row,
             HEAD_DIM, VALUE_DIM, BLOCK_Q, BLOCK_D, BLOCK_DV, True, ADD_DQ, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+            IS_CAUSAL,
         )  # fmt: skip
 
     token = offs_k * Hk + hk
@@ -198,12 +218,16 @@ def _visit_keys_backward(
     softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Add the share of key blocks n_begin..n_end to dq [BLOCK_Q, BLOCK_D]."""
     if MASKED:
-        lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)
-        hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)
+        if IS_CAUSAL:
+            lo = offs_q * 0
+            hi = offs_q + 1
+        else:
+            lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)
+            hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)
     for n in range(n_begin, n_end):
         key = start + n * BLOCK_K
         offs_k = key + tl.arange(0, BLOCK_K)
@@ -230,7 +254,7 @@ def query_gradient_kernel(
     stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Hq, group, scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Add to dq [B, Sq, Hq, HEAD_DIM] fp32, row-parallel, or, if STORE, write it in the type that it has.
 
@@ -244,7 +268,7 @@ def query_gradient_kernel(
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
     start, n_left, n_full, n_all, begin, end = split_blocks(
-        lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K, BLOCK_K
+        lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K, BLOCK_K, IS_CAUSAL
     )
     if not STORE:
         if n_all == 0:
@@ -273,18 +297,21 @@ def query_gradient_kernel(
         stride_ks, stride_vs, scale,
         softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        IS_CAUSAL,
     )  # fmt: skip
     dq = _visit_keys_backward(
         dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_left, n_full,
         stride_ks, stride_vs, scale,
         softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        IS_CAUSAL,
     )  # fmt: skip
     dq = _visit_keys_backward(
         dq, q, dout, lse_log2, delta, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_full, n_all,
         stride_ks, stride_vs, scale,
         softcap, slope, rows_at, keys_at_ptr, seed, threshold, keep_scale, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        IS_CAUSAL,
     )  # fmt: skip
     _add_rows(dq_ptr, token, dq * scale, in_rows, HEAD_DIM, BLOCK_D, STORE)
 

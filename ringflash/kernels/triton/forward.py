@@ -30,17 +30,25 @@ def load_rows(
 
 
 @triton.jit
-def split_blocks(lo_ptr, hi_ptr, first, last, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+def split_blocks(lo_ptr, hi_ptr, first, last, BLOCK: tl.constexpr, ALIGN: tl.constexpr, IS_CAUSAL: tl.constexpr):
     """What rows first..last of monotone bounds visit: (start, masked-left, full, all blocks, begin, end).
 
     They see columns of [begin, end) = [lo[first], hi[last]). Blocks of BLOCK columns count from `start`, the multiple of
     ALIGN at or before `begin`. Columns in [lo[last], hi[first]) are seen by every row, so the blocks inside need no
     mask; the two ragged ends do.
+
+    IS_CAUSAL: the bounds are those of a causal square, [0, row + 1), and are not read.
     """
-    begin = tl.load(lo_ptr + first)
-    end = tl.load(hi_ptr + last)
-    all_from = tl.load(lo_ptr + last)
-    all_until = tl.load(hi_ptr + first)
+    if IS_CAUSAL:
+        begin = first * 0
+        end = last + 1
+        all_from = first * 0
+        all_until = first + 1
+    else:
+        begin = tl.load(lo_ptr + first)
+        end = tl.load(hi_ptr + last)
+        all_from = tl.load(lo_ptr + last)
+        all_until = tl.load(hi_ptr + first)
     start = begin
     if ALIGN > 1:
         start = tl.multiple_of(begin // ALIGN * ALIGN, ALIGN)
@@ -56,14 +64,18 @@ def _visit_keys(
     stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, head, batch_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over key blocks n_begin..n_end: acc [BLOCK_Q, BLOCK_DV], row_max (log2) and row_sum [BLOCK_Q]."""
     scale_log2 = scale * LOG2_E
     if MASKED:
         # Here and not in the kernel, so that they take no registers in the loop without a mask.
-        lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)
-        hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)
+        if IS_CAUSAL:
+            lo = offs_q * 0
+            hi = offs_q + 1
+        else:
+            lo = tl.load(lo_ptr + offs_q, mask=offs_q < Sq, other=0)
+            hi = tl.load(hi_ptr + offs_q, mask=offs_q < Sq, other=0)
     for n in range(n_begin, n_end):
         key = start + n * BLOCK_K
         offs_k = key + tl.arange(0, BLOCK_K)
@@ -107,7 +119,7 @@ def forward_kernel(
     stride_bounds, Sq, Hq, group, scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INTO: tl.constexpr, IS_LAST: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, Hq, VALUE_DIM], and lse fp32, in memory [B, Hq, Sq]; if INTO, merged with before, fp32, and with lse.
 
@@ -128,7 +140,7 @@ def forward_kernel(
     hi_ptr += b * stride_bounds
 
     start, n_left, n_full, n_all, begin, end = split_blocks(
-        lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K, 1
+        lo_ptr, hi_ptr, row, tl.minimum(row + BLOCK_Q, Sq) - 1, BLOCK_K, 1, IS_CAUSAL
     )
     if INTO and not IS_LAST:
         if n_all == 0:
@@ -153,16 +165,19 @@ def forward_kernel(
         acc, row_max, row_sum, q, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, 0, n_left,
         stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        IS_CAUSAL,
     )  # fmt: skip
     acc, row_max, row_sum = _visit_keys(
         acc, row_max, row_sum, q, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_left, n_full,
         stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, False, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        IS_CAUSAL,
     )  # fmt: skip
     acc, row_max, row_sum = _visit_keys(
         acc, row_max, row_sum, q, k_ptr, v_ptr, lo_ptr, hi_ptr, offs_q, Sq, start, begin, end, n_full, n_all,
         stride_ks, stride_vs, scale, softcap, slope, rows_at, keys_at_ptr, seed, threshold, h, batch_row,
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+        IS_CAUSAL,
     )  # fmt: skip
 
     is_seen = row_sum > 0

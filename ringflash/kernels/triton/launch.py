@@ -23,6 +23,7 @@ from ringflash.kernels.triton.tuning import (
     QUERY_GRADIENT,
     Tiles,
     padded,
+    square_is_faster_forward,
     tiles,
     two_passes_are_faster,
 )
@@ -77,6 +78,7 @@ class Triton(Backend):
             forward_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                 q, k, v, lo, hi, before, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), _batch_stride(lo),
                 Sq, Hq, Hq // Hk, *terms.numbers, INTO=into is not None, IS_LAST=is_last,
+                IS_CAUSAL=bounds.is_causal and square_is_faster_forward(max(D, Dv)),
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
         return partial
@@ -112,6 +114,7 @@ class Triton(Backend):
             key_gradient_kernel[(triton.cdiv(Sk, block.block_k), Hk, B)](
                 q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, total, dk, dv, *terms.tensors, *strides, dk.stride(0),
                 dv.stride(0), _batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes, STORE=is_all,
+                IS_CAUSAL=bounds.is_causal,
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
             if two_passes:
@@ -119,7 +122,8 @@ class Triton(Backend):
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                     q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, _batch_stride(lo),
-                    Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, **_constants(q, v, block), **terms.flags,
+                    Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, IS_CAUSAL=bounds.is_causal,
+                    **_constants(q, v, block), **terms.flags,
                 )  # fmt: skip
         if total is not dq:
             dq.copy_(total)
