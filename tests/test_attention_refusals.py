@@ -226,6 +226,8 @@ SCORES = [
     ({"alibi": torch.zeros(2, requires_grad=True)}, NotImplementedError, "alibi requires a gradient"),
     ({"sinks": [0.0]}, TypeError, "sinks is list; must be a tensor"),
     ({"sinks": torch.zeros(2, 2)}, ValueError, r"sinks has shape \(2, 2\)"),
+    ({"sinks": torch.tensor([0.0, float("inf")])}, ValueError, "sinks holds inf or NaN"),
+    ({"sinks": torch.tensor([0.0, float("nan")])}, ValueError, "sinks holds inf or NaN"),
     ({"sinks": torch.zeros(2).int()}, ValueError, "sinks has shape .2,. and torch.int32; must be .Hq., of 16"),
     ({"dropout": 1.0, "seed": 1}, ValueError, r"dropout = 1.0; must be in \[0, 1\)"),
     ({"dropout": -0.1, "seed": 1}, ValueError, "dropout = -0.1"),

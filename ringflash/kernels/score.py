@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -173,3 +174,6 @@ def _check_sinks(sinks: object) -> None:
         raise ValueError(
             f"Score: sinks has shape {tuple(sinks.shape)} and {sinks.dtype}; must be [Hq], of 16, 32 or 64 bits"
         )
+    # Where a look costs nothing: on a GPU it would wait.
+    if sinks.device.type == "cpu" and not bool((sinks.detach() < math.inf).all()):
+        raise ValueError("Score: sinks holds inf or NaN; must be numbers < inf (-inf is no sink)")

@@ -80,9 +80,9 @@ def variants(capability: int) -> Iterator[Variant]:
     yield Variant(query_gradient_kernel, 128, half, capability, query, None, is_scored=True)
     yield Variant(key_gradient_kernel, 128, half, capability, key, ("ADD_DQ", False), is_causal=True)
     yield Variant(query_gradient_kernel, 128, half, capability, query, None, is_causal=True)
-    yield Variant(
-        forward_kernel, 64, half, capability, tiles(FORWARD, 64, half, capability), ("INTO", False), is_causal=True
-    )
+    for head_dim in (64, 128):
+        forward = tiles(FORWARD, head_dim, half, capability)
+        yield Variant(forward_kernel, head_dim, half, capability, forward, ("INTO", False), is_causal=True)
 
 
 def compile_variant(variant: Variant) -> Usage:

@@ -41,8 +41,8 @@ def linear_cross_entropy(
     weight, bias: [V, H] and [V], of hidden's type (under autocast all are cast, as by a linear layer).
     labels: integers [...] in [0, V), or ignore_index.
     chunk_tokens: tokens whose logits exist at a time. Beside inputs, outputs and their gradients a call takes at its peak
-        chunk_tokens * V * 6 bytes in 16-bit types (4 in fp32), and in backward of 16-bit types another 6 * V * H: the
-        weight's gradient in fp32 and one chunk's share of it.
+        chunk_tokens * V * 6 bytes in 16-bit types (4 in fp32), a copy of the chunk's hidden states, and in backward of
+        16-bit types another 6 * V * H: the weight's gradient in fp32 and one chunk's share of it.
 
     Returns losses [...] in fp32 (fp64 for fp64), 0 where the label is ignore_index; -losses are log-probabilities. Pass
     them to `BatchTokens.local_loss` or `sequence_sums`. Logits are formed in hidden's type, as a linear layer forms
@@ -79,6 +79,10 @@ class Targets:
         for start in range(0, self.labels.numel(), self.chunk_tokens):
             yield slice(start, start + self.chunk_tokens)
 
+    def of(self, hidden: Tensor, rows: slice) -> Tensor:
+        """hidden[rows] with zeros for ignored tokens: a NaN there would reach the weight's gradient, as 0 * NaN."""
+        return hidden[rows].masked_fill(~self.is_valid[rows, None], 0.0)
+
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """(hidden [T, H], weight [V, H], bias [V] or None) -> losses of targets.shape. Saves the inputs and lse [T]."""
@@ -91,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = lse.new_empty(targets.shape)
         flat_losses = losses.view(T)
         for rows in targets.chunks():
-            logits = _logits(hidden[rows], weight, bias)  # [C, V]
+            logits = _logits(targets.of(hidden, rows), weight, bias)  # [C, V]
             of_label = logits.gather(1, targets.labels[rows, None])[:, 0]  # [C]
             lse[rows] = _logsumexp_(logits)
             del logits  # before the next chunk's are made
@@ -133,7 +137,7 @@ def _gradients(
     dweight = torch.zeros_like(weight, dtype=lse.dtype) if needs[1] else None
     dbias = weight.new_zeros(weight.shape[0], dtype=lse.dtype) if needs[2] else None
     for rows in targets.chunks():
-        p = _logits(hidden[rows], weight, bias).sub_(lse[rows, None]).exp_()  # [C, V]
+        p = _logits(targets.of(hidden, rows), weight, bias).sub_(lse[rows, None]).exp_()  # [C, V]
         p.scatter_add_(1, targets.labels[rows, None], p.new_full((1, 1), -1.0).expand(p.shape[0], 1))
         p.mul_(dlosses[rows].masked_fill(~targets.is_valid[rows], 0.0)[:, None])
         if dbias is not None:
@@ -143,7 +147,7 @@ def _gradients(
         if dhidden is not None:
             torch.mm(dlogits, weight, out=dhidden[rows])
         if dweight is not None:
-            _add_product(dweight, dlogits.T, hidden[rows])
+            _add_product(dweight, dlogits.T, targets.of(hidden, rows))
         del dlogits
     return (
         dhidden,

@@ -95,6 +95,18 @@ def test_another_label_can_be_ignored():
     assert_all_close({"losses": losses}, {"losses": expected}, torch.float64)
 
 
+def test_nan_in_ignored_tokens_reaches_nothing():
+    inputs, labels = drawn(12, 3, 5, ignored=0.0, with_bias=True)
+    labels[[2, 7]] = -100
+    expected = torch.autograd.grad(plain(**inputs, labels=labels).sum(), list(inputs.values()))
+    spoiled = inputs["hidden"].detach().clone()
+    spoiled[[2, 7]] = float("nan")
+    inputs["hidden"] = spoiled.requires_grad_()
+    losses = linear_cross_entropy(**inputs, labels=labels, chunk_tokens=5)
+    gradients = torch.autograd.grad(losses.sum(), list(inputs.values()))
+    assert_all_close(dict(zip(inputs, gradients, strict=True)), dict(zip(inputs, expected, strict=True)), torch.float64)
+
+
 def test_frozen_weights_get_no_gradient_and_hidden_still_does():
     inputs, labels = drawn(12, 3, 5, with_bias=True)
     inputs["weight"].requires_grad_(False)
@@ -168,7 +180,8 @@ def test_a_frozen_weight_takes_no_memory_for_its_gradient():
     inputs, labels = drawn(CHUNK, 256, V, dtype=torch.float32)
     inputs["weight"].requires_grad_(False)
     _, peak = peak_bytes(lambda: linear_cross_entropy(**inputs, labels=labels).sum().backward())
-    assert peak <= 1.05 * 4 * CHUNK * (V + 256)
+    # Logits, a copy of hidden, whose ignored tokens are zeros, and hidden's gradient.
+    assert peak <= 1.05 * 4 * CHUNK * (V + 2 * 256)
 
 
 def test_the_probe_sees_the_chunks_that_ordinary_autograd_keeps():

@@ -23,7 +23,6 @@ from ringflash.kernels.triton.tuning import (
     QUERY_GRADIENT,
     Tiles,
     padded,
-    square_is_faster_forward,
     tiles,
     two_passes_are_faster,
 )
@@ -78,7 +77,7 @@ class Triton(Backend):
             forward_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                 q, k, v, lo, hi, before, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), _batch_stride(lo),
                 Sq, Hq, Hq // Hk, *terms.numbers, INTO=into is not None, IS_LAST=is_last,
-                IS_CAUSAL=bounds.is_causal and square_is_faster_forward(max(D, Dv)),
+                IS_CAUSAL=bounds.is_causal,
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
         return partial

@@ -98,11 +98,3 @@ def two_passes_are_faster(dtype: torch.dtype, capability: int) -> bool:
     product weighs six times as much, 31 -> 21 at d64.
     """
     return generation(capability) == "hopper" and dtype != torch.float32
-
-
-def square_is_faster_forward(head_dim: int) -> bool:
-    """Whether the forward kernel should know a causal square when it is compiled, instead of reading its bounds.
-
-    On an H200, 8k and 32k tokens: 3 to 4 % at d64; at d128 reading them is 2 to 3 % faster. Backward gains 5 to 6 % always.
-    """
-    return padded(head_dim) <= 64
