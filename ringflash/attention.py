@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -47,7 +49,8 @@ def attention(
         local length.
     query_length: tokens of the whole sequence of queries, where it is another one (cross attention); None is `length`
         where q and k hold equally many tokens here, else ranks times the local length.
-    backend: "triton", "cudnn", "flash" or "reference" insists on that one; None takes the best that can serve the call.
+    backend: "hopper", "triton", "cudnn", "flash" or "reference" insists on that one; None takes the best that can serve
+        the call, which may be one for forward and another for backward.
     deterministic: the same bits on every run, at some cost in backward; None follows
         torch.are_deterministic_algorithms_enabled().
 
@@ -77,14 +80,15 @@ def attention(
         q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score.factor, score.terms, deterministic,
         needs_dlse=return_lse and is_trained,
     )  # fmt: skip
-    chosen = choose(call, backend).backend
+    forward = choose(call, backend).backend
+    backward = choose(replace(call, direction="backward"), backend).backend if is_trained else forward
     plans = _plans(q, k, ring, mask, length, query_length)
-    for reason in (chosen.refuses_mask(the_plan) for the_plan in plans):
-        if reason is not None:
+    for chosen, the_plan in product((forward, backward), plans):
+        if (reason := chosen.refuses_mask(the_plan)) is not None:
             raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
     if ring is not None:
-        ring.agree("attention", _facts(q, k, v, plans, chosen.name, score, is_trained))
-    work = Work(plans, score, chosen, Alone() if ring is None else ring.transport, deterministic)
+        ring.agree("attention", _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained))
+    work = Work(plans, score, forward, backward, Alone() if ring is None else ring.transport, deterministic)
     out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), score.sinks, work)
     return (out, lse) if return_lse else out
 

@@ -232,7 +232,14 @@ def work_of(ring, mask, length):
     q, k = torch.randn(2, 1, here.positions.numel(), 2, 4, dtype=torch.bfloat16)
     v = torch.full_like(k, float(ring.rank))
     recorder = Recorder(events)
-    work = Work(plans=(here,), score=rf.Score(0.5), backend=recorder, transport=ring.transport, deterministic=False)
+    work = Work(
+        plans=(here,),
+        score=rf.Score(0.5),
+        forward=recorder,
+        backward=recorder,
+        transport=ring.transport,
+        deterministic=False,
+    )
     out, _ = RingAttentionFunction.apply(*(x.requires_grad_() for x in (q, k, v)), None, work)
     after_forward = len(events)
     out.sum().backward()

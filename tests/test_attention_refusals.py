@@ -152,7 +152,7 @@ SETTINGS = [
     (
         {"backend": "cuda"},
         ValueError,
-        "attention: backend = 'cuda'; must be None or one of 'triton', 'cudnn', 'flash', 'reference'",
+        "attention: backend = 'cuda'; must be None or one of 'hopper', 'triton', 'cudnn', 'flash', 'reference'",
     ),
     (
         {"length": 15},

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ringflash.schedule.tiles import Bounds
 
 # Where each backend lives. Modules are imported when they are asked, so that the core needs neither triton nor a GPU.
 BACKENDS = {
+    "hopper": "ringflash.kernels.hopper.launch",
     "triton": "ringflash.kernels.triton.launch",
     "cudnn": "ringflash.kernels.vendor",
     "flash": "ringflash.kernels.vendor",
@@ -27,7 +29,7 @@ BACKENDS = {
 }
 # Who is asked first where the user names nobody. On a CPU the reference is the kernel; torch's own flash kernels round
 # every partial result to the input type, so inside a ring they are taken only when named.
-PREFERENCE = {"cuda": ("triton", "reference"), "cpu": ("reference",)}
+PREFERENCE = {"cuda": ("hopper", "triton", "reference"), "cpu": ("reference",)}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Call:
 
     terms: of the score, beside its scale; see Score.terms.
     needs_dlse: lse is an output that a gradient may come back through.
+    direction: forward and backward may be served by two backends.
     """
 
     device: torch.device
@@ -48,6 +51,7 @@ class Call:
     terms: frozenset[str]
     deterministic: bool
     needs_dlse: bool = False
+    direction: Literal["forward", "backward"] = "forward"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class Work:
 
     plans: tuple[Plan, ...]
     score: Score
-    backend: Backend
+    forward: Backend
+    backward: Backend
     transport: Transport
     deterministic: bool
 
@@ -42,7 +43,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
     for plan in work.plans:
         for source, (k_s, v_s) in work.transport.stream((k, v), plan.needs):
             is_last = plan is final and source == plan.last
-            partial = work.backend.forward(q, k_s, v_s, plan[source], work.score, into=partial, is_last=is_last)
+            partial = work.forward.forward(q, k_s, v_s, plan[source], work.score, into=partial, is_last=is_last)
     return partial or Partial.empty(q, v.shape[-1])
 
 
@@ -56,7 +57,7 @@ def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tu
         passage = work.transport.stream((k, v), plan.needs, returning=True)
         for source, (k_s, v_s) in passage:
             dk_s, dv_s = passage.gradients()
-            work.backend.backward(q, k_s, v_s, rows, plan[source], work.score, dq, dk_s, dv_s, work.deterministic)
+            work.backward.backward(q, k_s, v_s, rows, plan[source], work.score, dq, dk_s, dv_s, work.deterministic)
         home = passage.collect()
         sums = home if sums is None else tuple(a.add_(b) for a, b in zip(sums, home, strict=True))
     assert sums is not None, "a call has at least one plan"
@@ -68,7 +69,7 @@ def _local_backward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> 
     """Nothing to add up, so gradients are written once, rounded, without a pass to clear or to round them."""
     plan = work.plans[0]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    work.backend.backward(q, k, v, rows, plan[plan.rank], work.score, dq, dk, dv, work.deterministic, is_all=True)
+    work.backward.backward(q, k, v, rows, plan[plan.rank], work.score, dq, dk, dv, work.deterministic, is_all=True)
     return dq, dk, dv
 
 
@@ -92,7 +93,7 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         with torch.no_grad(), _as_given(q):
             dense_dout = torch.zeros_like(out) if dout is None else last_stride_one(dout)
-            rows = Rows(out, dense_dout, lse, ctx.work.backend.delta(out, dense_dout, dlse), has_dlse=dlse is not None)
+            rows = Rows(out, dense_dout, lse, ctx.work.backward.delta(out, dense_dout, dlse), has_dlse=dlse is not None)
             # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
             gradients: list[Tensor | None] = [*backward_pass(q, k, v, rows, ctx.work)]
             gradients.append(None if sinks is None else sinks_gradient(sinks, lse, rows.delta))

@@ -15,9 +15,9 @@ from torch import Tensor
 from ringflash.schedule.copies import Copies, moved, on_cpu
 from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import LONGEST, Layout, cut
-from ringflash.schedule.mask import Causal, Intersection, Mask, Past
+from ringflash.schedule.mask import Causal, Full, Intersection, Mask, Past
 from ringflash.schedule.needs import NOTHING, Needs, needs
-from ringflash.schedule.tiles import Bounds, transpose
+from ringflash.schedule.tiles import Bounds, Shape, transpose
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,18 @@ class Plan:
                 rows=cut(self.layout, self.query_length, self.ranks).shard_lengths[self.rank],
                 columns=seen.stop - seen.start,
                 ends=lambda device: self._local_bounds(device).get(source) or self._nothing(device),
-                # Shards are sorted, so under a causal mask own queries see own keys up to themselves.
-                is_causal=self.mask == Causal() and source == self.rank and self.query_length == self.length,
+                shape=self._shape(source),
                 column_ends=None if seen == NOTHING else lambda device: self._local_columns(device)[source],
                 positions=lambda: (self.positions, shard_positions(self.layout, self.length, source, self.ranks)[seen]),
             )
         return self._bounds[source]
+
+    def _shape(self, source: int) -> Shape:
+        if self.mask == Full():
+            return "full"
+        # Shards are sorted, so under a causal mask own queries see own keys up to themselves.
+        is_square = self.mask == Causal() and source == self.rank and self.query_length == self.length
+        return "causal" if is_square else "rows"
 
     @cached_property
     def _bounds(self) -> dict[int, Bounds]:

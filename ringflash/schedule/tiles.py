@@ -48,6 +48,7 @@ class Tile:
 
 
 Ends = tuple[Tensor, Tensor]
+Shape = Literal["full", "causal", "rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,8 @@ class Bounds:
     ends: makes (lo, hi) on a device, int32 [1 or B, rows], both non-decreasing along the rows, 0 <= lo <= hi <= columns.
     positions: makes the global positions (int64 [rows], int64 [columns]) on the CPU, for scores that depend on them.
     column_ends: makes the ends of `transposed`; None where they are to be found from `ends`.
-    is_causal: known to be a causal square, row i seeing columns [0, i + 1). False where that is not known.
+    shape: what is known of the ends beforehand: "full", every row sees every column; "causal", a causal square, row i sees
+        columns [0, i + 1); or "rows", to be read row by row.
     Compared by identity: bounds come from the plan cache.
     """
 
@@ -66,7 +68,7 @@ class Bounds:
     ends: Callable[[torch.device], Ends]
     positions: Callable[[], Ends]
     column_ends: Callable[[torch.device], Ends] | None = None
-    is_causal: bool = False
+    shape: Shape = "rows"
     _copies: Copies = field(default_factory=Copies)
 
     @classmethod

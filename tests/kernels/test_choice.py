@@ -30,18 +30,21 @@ def test_a_cpu_takes_the_reference():
     assert choose(call()).refusals == ()
 
 
-def test_a_gpu_takes_triton_and_keeps_the_reason_when_it_cannot():
+def test_a_gpu_takes_what_serves_first_and_keeps_the_reasons_of_what_cannot():
     gpu = torch.device("cuda", 0)
-    assert choose(call(device=gpu, dtype=torch.float16)).backend.name == "triton"
+    chosen = choose(call(device=gpu, dtype=torch.float16))
+    assert chosen.backend.name == "triton"
+    assert chosen.refusals == (("hopper", "device cuda:0 is not a GPU that is here"),)
     with pytest.warns(UserWarning, match="dtype torch.float64 is not one of .*The reference serves it"):
         choice = choose(call(device=gpu, dtype=torch.float64))
     assert choice.backend.name == "reference"
-    assert choice.refusals == (("triton", "dtype torch.float64 is not one of float16, bfloat16, float32"),)
+    assert choice.refusals[1:] == (("triton", "dtype torch.float64 is not one of float16, bfloat16, float32"),)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
+        ("hopper", {}, "device cpu is not a GPU"),
         ("triton", {"dtype": torch.float64}, "dtype torch.float64 is not one of"),
         ("triton", {"head_dim": 576}, "head_dim 576 is more than 256"),
         ("triton", {"value_dim": 512}, "value_dim 512 is more than 256"),
@@ -71,7 +74,7 @@ def test_a_name_means_that_backend_or_an_error(name, changes, reason):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="backend = 'fast'; must be None or one of 'triton', 'cudnn', 'flash', 'reference'"
+        ValueError, match="backend = 'fast'; must be None or one of 'hopper', 'triton', 'cudnn', 'flash', 'reference'"
     ):
         choose(call(), "fast")
 

@@ -3,6 +3,9 @@
 Each test plays one rank of a ring without the wire: it visits every source in turn, merging `into`, as the ring loop does.
 """
 
+import re
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -37,6 +40,8 @@ EXACT = [
     on("triton", F32, "cuda"),
     on("triton", F16, "cuda"),
     on("triton", BF16, "cuda"),
+    on("hopper", F16, "cuda"),
+    on("hopper", BF16, "cuda"),
 ]
 VENDORS = [
     on("flash", F64, "cpu"),
@@ -48,12 +53,27 @@ VENDORS = [
 ]
 
 
-def get(target, dim, value_dim=None, heads=(2, 2), scale=None, score=None):
+def get(target, dim, value_dim=None, heads=(2, 2), scale=None, score=None, direction="forward", deterministic=False):
     """The backend of a target, and the score; fails if it refuses."""
     name, dtype, device = target
     score = (score or Score(scale=scale)).resolve(dim)
-    call = Call(torch.device(device), dtype, *heads, dim, value_dim or dim, score.factor, score.terms, False)
+    call = Call(
+        torch.device(device), dtype, *heads, dim, value_dim or dim, score.factor, score.terms, deterministic,
+        direction=direction,
+    )  # fmt: skip
     return choose(call, name).backend, score
+
+
+@contextmanager
+def right_or_refused(target):
+    """Kernels made for one purpose may refuse, each for a reason of theirs; all others serve everything."""
+    try:
+        yield
+    except NotImplementedError as refusal:
+        if target[0] != "hopper" or not re.search(
+            "multiple of 8|not positive|know no|the order in which", str(refusal)
+        ):
+            raise
 
 
 def attend(
@@ -68,6 +88,7 @@ def attend(
     x = draw(**problem, dtype=dtype, device=device)
     (B, Sq, Hq, D), (_, Sk, Hk, Dv) = x["q"].shape, x["v"].shape
     backend, score = get(target, D, Dv, (Hq, Hk), scale, score)
+    backward, _ = get(target, D, Dv, (Hq, Hk), scale, score, "backward", deterministic)
     mine = plan(mask, layout, Sk, rank, ranks, query_length=Sq)
     queries = layout.positions(Sq, rank, ranks).to(device)
     shards = {source: layout.positions(Sk, source, ranks)[mine.keys(source)].to(device) for source in range(ranks)}
@@ -82,7 +103,7 @@ def attend(
     dq, dk, dv = (torch.zeros(t.shape, dtype=partial.out.dtype, device=device) for t in (q, x["k"], x["v"]))
     for source, keys in shards.items():
         dk_s, dv_s = dk[:, keys], dv[:, keys]
-        backend.backward(q, x["k"][:, keys], x["v"][:, keys], rows, mine[source], score, dq, dk_s, dv_s, deterministic)
+        backward.backward(q, x["k"][:, keys], x["v"][:, keys], rows, mine[source], score, dq, dk_s, dv_s, deterministic)
         dk[:, keys], dv[:, keys] = dk_s, dv_s
     results = {"out": partial.out, "lse": partial.lse, "dq": dq, "dk": dk, "dv": dv}
 
@@ -191,7 +212,10 @@ def test_every_layout_merges_its_sources(target, layout, mask):
 )
 def test_every_head_dim(target, dims):
     dim, value_dim = dims
-    check(target, *attend(target, {"queries": 33, "dim": dim, "value_dim": value_dim, "heads": (1, 1)}, rf.Causal()))
+    with right_or_refused(target):
+        check(
+            target, *attend(target, {"queries": 33, "dim": dim, "value_dim": value_dim, "heads": (1, 1)}, rf.Causal())
+        )
 
 
 @pytest.mark.parametrize("target", EXACT)
@@ -205,7 +229,8 @@ def test_every_grouping_of_heads_and_batch(target, heads):
 @pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, -0.3])
 def test_every_scale(target, scale):
     """R10: 0.0 is a value, and the average of what is seen."""
-    check(target, *attend(target, {"queries": 40, "dim": 16, "heads": (1, 1)}, rf.Causal(), scale=scale))
+    with right_or_refused(target):
+        check(target, *attend(target, {"queries": 40, "dim": 16, "heads": (1, 1)}, rf.Causal(), scale=scale))
 
 
 SCORES = {
@@ -222,7 +247,8 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 def test_every_score(target, name):
     problem = {"batch": 2, "queries": 70, "keys": 90, "heads": (2, 1), "dim": 16}
-    check(target, *attend(target, problem, rf.Causal(), score=SCORES[name]))
+    with right_or_refused(target):
+        check(target, *attend(target, problem, rf.Causal(), score=SCORES[name]))
 
 
 @pytest.mark.parametrize("target", EXACT)
@@ -232,7 +258,8 @@ def test_scores_know_positions_in_the_whole_sequence(target, layout):
     mask = rf.Documents([50, 1, 49], causal=True) & rf.Window(30, 0)
     for rank in range(3):
         problem = {"queries": 100, "heads": (2, 2), "dim": 16}
-        check(target, *attend(target, problem, mask, ranks=3, rank=rank, layout=layout, score=SCORES["all"]))
+        with right_or_refused(target):
+            check(target, *attend(target, problem, mask, ranks=3, rank=rank, layout=layout, score=SCORES["all"]))
 
 
 ROWS = {
@@ -254,7 +281,8 @@ def test_masks_that_differ_over_the_batch(target, name):
 @pytest.mark.parametrize("target", EXACT)
 def test_the_deterministic_mode_gives_the_same_gradients(target):
     problem = {"queries": 100, "keys": 130, "heads": (4, 2), "dim": 32}
-    check(target, *attend(target, problem, rf.Causal(), deterministic=True))
+    with right_or_refused(target):
+        check(target, *attend(target, problem, rf.Causal(), deterministic=True))
 
 
 @pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][0] == "triton"])
@@ -275,6 +303,36 @@ def test_both_ways_of_dq(target, two_passes, dims, monkeypatch):
         first = first or results
         moving = {"dq"} if not two_passes else set()
         assert all(torch.equal(first[name], results[name]) for name in first if name not in moving)
+
+
+LONG = {
+    "full": (rf.Full(), 1000, 1111),
+    "causal": (rf.Causal(), 1537, 1537),
+    "causal_short": (rf.Causal(), 700, 1300),
+    "window": (rf.Window(333, 50), 1200, 1200),
+    "documents": (rf.Documents([1, 130, 500, 0, 64, 777, 28], causal=True), 1500, 1500),
+}
+
+
+@pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][2] == "cuda"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_more_tiles_than_a_gpu_has_processors(target, dims, name):
+    """Whole blocks, ragged ends, several tiles a program, heads that share keys; and the same bits on every run."""
+    mask, queries, keys = LONG[name]
+    problem = {"batch": 2, "queries": queries, "keys": keys, "heads": (16, 4), "dim": dims[0], "value_dim": dims[1]}
+    with right_or_refused(target):
+        for rank in range(2):
+            check(target, *attend(target, problem, mask, ranks=2, rank=rank, layout=rf.Zigzag()))
+    x = draw(**problem, dtype=target[1], device=target[2])
+    backend, score = get(target, *dims, heads=(16, 4))
+    bounds = plan(mask, rf.Contiguous(), keys, query_length=queries)[0]
+    first = backend.forward(x["q"], x["k"], x["v"], bounds, score, is_last=True)
+    expected = dense_gradients(x["q"], x["k"], x["v"], mask, x["dout"], score=score)
+    assert relative_error(first.out, expected["out"]) < (1e-5 if target[1] == F32 else 5e-3)
+    for _ in range(5):
+        again = backend.forward(x["q"], x["k"], x["v"], bounds, score, is_last=True)
+        assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
 @pytest.mark.parametrize("target", EXACT)

@@ -77,7 +77,7 @@ class Triton(Backend):
             forward_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                 q, k, v, lo, hi, before, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), _batch_stride(lo),
                 Sq, Hq, Hq // Hk, *terms.numbers, INTO=into is not None, IS_LAST=is_last,
-                IS_CAUSAL=bounds.is_causal,
+                IS_CAUSAL=bounds.shape == "causal",
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
         return partial
@@ -113,7 +113,7 @@ class Triton(Backend):
             key_gradient_kernel[(triton.cdiv(Sk, block.block_k), Hk, B)](
                 q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, total, dk, dv, *terms.tensors, *strides, dk.stride(0),
                 dv.stride(0), _batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes, STORE=is_all,
-                IS_CAUSAL=bounds.is_causal,
+                IS_CAUSAL=bounds.shape == "causal",
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
             if two_passes:
@@ -121,7 +121,7 @@ class Triton(Backend):
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
                     q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, _batch_stride(lo),
-                    Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, IS_CAUSAL=bounds.is_causal,
+                    Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, IS_CAUSAL=bounds.shape == "causal",
                     **_constants(q, v, block), **terms.flags,
                 )  # fmt: skip
         if total is not dq:

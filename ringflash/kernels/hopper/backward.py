@@ -1,0 +1,479 @@
+"""Backward kernel, column-parallel: a program keeps 128 keys and visits the rows that see them, 64 at a time.
+
+Two warpgroups own 64 keys each. One warp brings q, dout and the row statistics; another adds finished tiles of dq into
+global memory, in the shadow of the products. Everything is transposed, S^T = K Q^T [keys, rows], so that P^T and dS^T are
+register operands of dV and dK. dq of a row block needs dS of all 128 keys: each warpgroup forms half of its columns.
+
+Source: Shah et al., arXiv:2407.08608; Dao, arXiv:2307.08691.
+"""
+
+from ringflash.kernels.hopper.device import LOG2_E, exp2, meet, signal
+from ringflash.kernels.hopper.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_barrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Named barriers; pairs are those of a stage or of a warpgroup.
+QUERIES_FREE = gl.constexpr(5)  # 5 to 7
+DOUT_FREE = gl.constexpr(8)
+DS_WRITTEN = gl.constexpr(10)
+DQ_FULL = gl.constexpr(11)
+DQ_FREE = gl.constexpr(13)
+KEYS = gl.constexpr(64)  # of a warpgroup
+ROWS = gl.constexpr(64)  # of a step
+
+
+@aggregate
+class Shared:
+    """Shared memory: tiles, row statistics, the ends of each key, and the mbarriers that tell when a tile is full."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
+    count: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, dout, lse, delta, ds, dq, ends, count, kv_full, q_full, dout_full):
+        self.k, self.v, self.q, self.dout, self.lse, self.delta = k, v, q, dout, lse, delta
+        self.ds, self.dq, self.ends, self.count = ds, dq, ends, count
+        self.kv_full, self.q_full, self.dout_full = kv_full, q_full, dout_full
+
+
+@gluon.jit
+def _place(tile, k_blocks, heads, GROUP):
+    """(batch row x key head, first key) of a tile: GROUP heads at a time, so that their rows stay in L2; in a group the
+    first block first, which under a causal mask is the longest, and neighbours in time are neighbouring heads.
+    """
+    group = tile // (GROUP * k_blocks)
+    tile -= group * GROUP * k_blocks
+    members = gl.minimum(GROUP, heads - group * GROUP)
+    block = tile // members
+    return group * GROUP + tile - block * members, block * 2 * KEYS
+
+
+@gluon.jit
+def _visited(lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.constexpr):
+    """(first row, blocks that hide rows at the left, end of the blocks that show all, all blocks) of 2 KEYS keys."""
+    last = gl.minimum(key + 2 * KEYS, Sk) - 1
+    if SHAPE == "full":
+        begin = key * 0
+        end = begin + Sq
+        all_from = begin
+        all_until = end
+    elif SHAPE == "causal":
+        begin = key
+        end = key * 0 + Sq
+        all_from = last
+        all_until = end
+    else:
+        begin = gl.load(lo_ptr + key)
+        end = gl.load(hi_ptr + last)
+        all_from = gl.load(lo_ptr + last)
+        all_until = gl.load(hi_ptr + key)
+    n_all = (gl.maximum(end - begin, 0) + ROWS - 1) // ROWS
+    n_left = gl.minimum((gl.maximum(all_from - begin, 0) + ROWS - 1) // ROWS, n_all)
+    n_full = gl.maximum(gl.maximum(all_until - begin, 0) // ROWS, n_left)
+    # Keys past the last one are zeros in shared memory, but their probabilities are not.
+    if key + 2 * KEYS > Sk:
+        n_left = n_all
+    return begin, n_left, n_full, n_all
+
+
+@gluon.jit
+def _load(
+    shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """The load warp. With three stages each, q and dout of a step are freed together."""
+    SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
+    head, key = _place(gl.program_id(0), (Sk + 2 * KEYS - 1) // (2 * KEYS), B * Hk, GROUP)
+    b = head // Hk
+    hk = head - b * Hk
+    begin, n_left, n_full, n_all = _visited(lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE)
+    mbarrier.expect(shared.kv_full.index(0), 2 * KEYS * BLOCK_D * SIZE)
+    mbarrier.expect(shared.kv_full.index(1), 2 * KEYS * BLOCK_DV * SIZE)
+    for c in gl.static_range(2):
+        tma_load(k_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(0), shared.k.index(c))
+    for c in gl.static_range(2):
+        tma_load(v_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(1), shared.v.index(c))
+    group = Hq // Hk
+    n = 0
+    for g in range(group):
+        h = hk * group + g
+        for block in range(n_all):
+            row = begin + block * ROWS
+            stage = n % Q_STAGES
+            if n >= Q_STAGES:
+                meet(QUERIES_FREE + stage, 2 * 128 + 32)
+            mbarrier.expect(shared.q_full.index(stage), ROWS * BLOCK_D * SIZE + ROWS * 4)
+            tma_load(q_desc, [b, h, row, 0], shared.q_full.index(stage), shared.q.index(stage))
+            tma_load(lse_desc, [b * Hq + h, row], shared.q_full.index(stage), shared.lse.index(stage))
+            stage = n % DOUT_STAGES
+            if DOUT_STAGES != 3:
+                if n >= DOUT_STAGES:
+                    meet(DOUT_FREE + stage, 2 * 128 + 32)
+            mbarrier.expect(shared.dout_full.index(stage), ROWS * BLOCK_DV * SIZE + ROWS * 4)
+            tma_load(dout_desc, [b, h, row, 0], shared.dout_full.index(stage), shared.dout.index(stage))
+            tma_load(delta_desc, [b * Hq + h, row], shared.dout_full.index(stage), shared.delta.index(stage))
+            n += 1
+    # Take what is signalled after the last use, so that no barrier is left half full.
+    for i in gl.static_range(Q_STAGES):
+        if n > i:
+            meet(QUERIES_FREE + (n - 1 - i) % Q_STAGES, 2 * 128 + 32)
+    if DOUT_STAGES != 3:
+        for i in gl.static_range(DOUT_STAGES):
+            if n > i:
+                meet(DOUT_FREE + (n - 1 - i) % DOUT_STAGES, 2 * 128 + 32)
+
+
+@gluon.jit
+def _add_dq(
+    shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D: gl.constexpr, SHAPE: gl.constexpr
+):
+    """The warp that adds finished tiles of dq, half of the columns from each warpgroup, into global memory."""
+    head, key = _place(gl.program_id(0), (Sk + 2 * KEYS - 1) // (2 * KEYS), B * Hk, GROUP)
+    b = head // Hk
+    begin, n_left, n_full, n_all = _visited(lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE)
+    group = Hq // Hk
+    for g in range(group):
+        for block in range(n_all):
+            for c in gl.static_range(2):
+                meet(DQ_FULL + c, 128 + 32)
+                tma_add(
+                    dq_desc,
+                    [b, (head - b * Hk) * group + g, begin + block * ROWS, c * (BLOCK_D // 2)],
+                    shared.dq.index(c),
+                )
+            tma_store_wait(1)
+            signal(DQ_FREE, 128 + 32)
+            tma_store_wait(0)
+            signal(DQ_FREE + 1, 128 + 32)
+
+
+@gluon.jit
+def _hide(p, shared, c: gl.constexpr, row, L: gl.constexpr):
+    """0 where a key is not seen; the ends and the counting numbers come from shared memory, which saves registers."""
+    lo = shared.ends.index(c).load(gl.SliceLayout(1, L)) - row
+    hi = shared.ends.index(2 + c).load(gl.SliceLayout(1, L)) - row
+    column = shared.count.load(gl.SliceLayout(0, L))
+    p = gl.where(column[None, :] >= lo[:, None], p, 0.0)
+    return gl.where(column[None, :] < hi[:, None], p, 0.0)
+
+
+@gluon.jit
+def _probabilities(shared, s, stage, row, hides, scale_log2, c: gl.constexpr, L: gl.constexpr):
+    lse = shared.lse.index(stage).reshape([ROWS]).load(gl.SliceLayout(0, L)) * LOG2_E
+    p = exp2(s * scale_log2 - lse[None, :])
+    if hides:
+        p = _hide(p, shared, c, row, L)
+    return p
+
+
+@gluon.jit
+def _score_gradient(shared, p, dp, stage, scale, L: gl.constexpr):
+    """scale * p * (dp - delta): with the scale inside, dq and dk need none."""
+    delta = shared.delta.index(stage).reshape([ROWS]).load(gl.SliceLayout(0, L)) * scale
+    return p * (dp * scale - delta[None, :])
+
+
+@gluon.jit
+def _hand_over_dq(shared, dq, c: gl.constexpr, n, BLOCK_D: gl.constexpr):
+    if n > 0:
+        meet(DQ_FREE + c, 128 + 32)
+    shared.dq.index(c).reshape([ROWS, BLOCK_D // 2]).store(dq)
+    fence_async_shared()
+    signal(DQ_FULL + c, 128 + 32)
+
+
+@gluon.jit
+def _write_ends(shared, lo_ptr, hi_ptr, key, Sq, Sk, c: gl.constexpr, SHAPE: gl.constexpr):
+    """The rows that see each key of this warpgroup; none for keys past the last."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    keys = key + gl.arange(0, KEYS, layout=L)
+    inside = keys < Sk
+    if SHAPE == "rows":
+        lo = gl.load(lo_ptr + keys, mask=inside, other=0)
+        hi = gl.load(hi_ptr + keys, mask=inside, other=0)
+    elif SHAPE == "causal":
+        lo = keys
+        hi = gl.where(inside, Sq, 0)
+    else:
+        lo = keys * 0
+        hi = gl.where(inside, Sq, 0)
+    shared.ends.index(c).store(lo)
+    shared.ends.index(2 + c).store(hi)
+
+
+@gluon.jit
+def _visit_rows(
+    c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, scale,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+):  # fmt: skip
+    """(dk [KEYS, BLOCK_D], dv [KEYS, BLOCK_DV]) of warpgroup c, one step after the other."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    LK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    LQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
+    HALF: gl.constexpr = BLOCK_D // 2
+    dtype: gl.constexpr = shared.q.dtype
+    scale_log2 = scale * LOG2_E
+    dk = gl.full([KEYS, BLOCK_D], 0.0, gl.float32, layout=LK)
+    dv = gl.full([KEYS, BLOCK_DV], 0.0, gl.float32, layout=LV)
+    zero = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LS)
+    zero_dq = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LQ)
+    mbarrier.wait(shared.kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full.index(1), 0)
+    block = 0
+    for n in range(n_all * group):
+        # Zero, but the compiler does not know: it would keep the descriptors of k and v in registers, which are short.
+        unknown = n >> 29
+        k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
+        v = shared.v.index(unknown + c).reshape([KEYS, BLOCK_DV])
+        q_stage = n % Q_STAGES
+        dout_stage = n % DOUT_STAGES
+        q = shared.q.index(q_stage).reshape([ROWS, BLOCK_D])
+        dout = shared.dout.index(dout_stage).reshape([ROWS, BLOCK_DV])
+        mbarrier.wait(shared.q_full.index(q_stage), (n // Q_STAGES) & 1)
+        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(shared.dout_full.index(dout_stage), (n // DOUT_STAGES) & 1)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
+        hides = (block < n_left) | (block >= n_full)
+        p = _probabilities(shared, s, q_stage, begin + block * ROWS, hides, scale_log2, c, LS)
+        p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
+        dv = warpgroup_mma(p_t, dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
+        ds = _score_gradient(shared, p, dp, dout_stage, scale, LS).to(dtype)
+        buffer = (n & 1) * 2
+        shared.ds.index(buffer + c).store(ds)
+        fence_async_shared()
+        meet(DS_WRITTEN, 256)
+        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        dq = warpgroup_mma(shared.ds.index(buffer).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(shared.ds.index(buffer + 1).permute((1, 0)), k_second, dq, is_async=True)
+        dv = warpgroup_mma_wait(num_outstanding=2, deps=[dv])
+        signal(DOUT_FREE + dout_stage, 2 * 128 + 32)
+        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
+        dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
+        _hand_over_dq(shared, dq, c, n, BLOCK_D)
+        dk = warpgroup_mma_wait(num_outstanding=0, deps=[dk])
+        signal(QUERIES_FREE + q_stage, 2 * 128 + 32)
+        block += 1
+        if block == n_all:
+            block = 0
+    return dk, dv
+
+
+@gluon.jit
+def _visit_rows_ahead(
+    c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, scale,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As _visit_rows, with S, dP, P and dS of the next step beside dQ, dV and dK of this one: for heads of up to 64, whose
+    exponentials weigh as much as their products and whose accumulators leave the registers.
+    """
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    LK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    LQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
+    HALF: gl.constexpr = BLOCK_D // 2
+    dtype: gl.constexpr = shared.q.dtype
+    scale_log2 = scale * LOG2_E
+    dk = gl.full([KEYS, BLOCK_D], 0.0, gl.float32, layout=LK)
+    dv = gl.full([KEYS, BLOCK_DV], 0.0, gl.float32, layout=LV)
+    zero = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LS)
+    zero_dq = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LQ)
+    steps = n_all * group
+    mbarrier.wait(shared.kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full.index(1), 0)
+    mbarrier.wait(shared.q_full.index(0), 0)
+    k = shared.k.index(c).reshape([KEYS, BLOCK_D])
+    v = shared.v.index(c).reshape([KEYS, BLOCK_DV])
+    s = warpgroup_mma(k, shared.q.index(0).reshape([ROWS, BLOCK_D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(shared.dout_full.index(0), 0)
+    dp = warpgroup_mma(
+        v, shared.dout.index(0).reshape([ROWS, BLOCK_DV]).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
+    p = _probabilities(shared, s, 0, begin, (0 < n_left) | (0 >= n_full), scale_log2, c, LS)
+    dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
+    ds = _score_gradient(shared, p, dp, 0, scale, LS)
+    shared.ds.index(c).store(ds.to(dtype))
+    fence_async_shared()
+    meet(DS_WRITTEN, 256)
+    block = 0
+    for n in range(steps):
+        unknown = n >> 29  # as in _visit_rows
+        stage = n % STAGES
+        next_stage = (n + 1) % STAGES
+        p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
+        ds_t = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, LK, 2))
+        k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
+        v = shared.v.index(unknown + c).reshape([KEYS, BLOCK_DV])
+        if n + 1 < steps:
+            mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
+            mbarrier.wait(shared.dout_full.index(next_stage), ((n + 1) // STAGES) & 1)
+        # After the last step these work on what is left there, and nobody reads the result.
+        next_q = shared.q.index(next_stage).reshape([ROWS, BLOCK_D])
+        next_dout = shared.dout.index(next_stage).reshape([ROWS, BLOCK_DV])
+        s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, next_dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        buffer = (n & 1) * 2
+        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        dq = warpgroup_mma(shared.ds.index(buffer).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(shared.ds.index(buffer + 1).permute((1, 0)), k_second, dq, is_async=True)
+        dv = warpgroup_mma(p_t, shared.dout.index(stage).reshape([ROWS, BLOCK_DV]), dv, is_async=True)
+        dk = warpgroup_mma(ds_t, shared.q.index(stage).reshape([ROWS, BLOCK_D]), dk, is_async=True)
+        block += 1
+        if block == n_all:
+            block = 0
+        s = warpgroup_mma_wait(num_outstanding=5, deps=[s])
+        hides = (block < n_left) | (block >= n_full)
+        p = _probabilities(shared, s, next_stage, begin + block * ROWS, hides, scale_log2, c, LS)
+        dp = warpgroup_mma_wait(num_outstanding=4, deps=[dp])
+        ds = _score_gradient(shared, p, dp, next_stage, scale, LS)
+        dq = warpgroup_mma_wait(num_outstanding=2, deps=[dq])
+        _hand_over_dq(shared, dq, c, n, BLOCK_D)
+        dv, dk = warpgroup_mma_wait(num_outstanding=0, deps=[dv, dk])
+        signal(QUERIES_FREE + stage, 2 * 128 + 32)
+        shared.ds.index((buffer ^ 2) + c).store(ds.to(dtype))
+        fence_async_shared()
+        meet(DS_WRITTEN, 256)
+    return dk, dv
+
+
+@gluon.jit
+def _differentiate(
+    c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
+    B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup c: keys c * KEYS ... of the program's tile."""
+    head, tile_key = _place(gl.program_id(0), (Sk + 2 * KEYS - 1) // (2 * KEYS), B * Hk, GROUP)
+    b = head // Hk
+    hk = head - b * Hk
+    key = tile_key + c * KEYS
+    begin, n_left, n_full, n_all = _visited(
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, SHAPE
+    )
+    _write_ends(shared, lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, c, SHAPE)
+    # The warpgroup reads what its own threads have written, and the other's barrier does not matter.
+    warpgroup_barrier()
+    if DOUT_STAGES == 3:
+        dk, dv = _visit_rows_ahead(
+            c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, Q_STAGES
+        )
+    else:
+        dk, dv = _visit_rows(
+            c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES
+        )
+    if n_all > 0:
+        meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
+    if STORE:
+        # All products are done, so dk and dv leave through the memory of dq and, once both warpgroups are here, of ds.
+        dtype: gl.constexpr = shared.q.dtype
+        dk_tile = shared.dq.index(c)._reinterpret(dtype, [1, 1, KEYS, BLOCK_D], dk_desc.layout)
+        dk_tile.reshape([KEYS, BLOCK_D]).store(dk.to(dtype))
+        meet(DS_WRITTEN, 256)
+        dv_tile = shared.ds._reinterpret(dtype, [2, 1, 1, KEYS, BLOCK_DV], dv_desc.layout).index(c)
+        dv_tile.reshape([KEYS, BLOCK_DV]).store(dv.to(dtype))
+        fence_async_shared()
+        tma_store(dk_desc, [b, hk, key, 0], dk_tile)
+        tma_store(dv_desc, [b, hk, key, 0], dv_tile)
+        tma_store_wait(0)
+    else:
+        # Nobody else adds to these keys, so one atomic addition each is as good as load and store, and waits for nothing.
+        _add(dk_ptr + b.to(gl.int64) * stride_dkb, dk, key, hk, Hk, Sk, HEAD_DIM, BLOCK_D)
+        _add(dv_ptr + b.to(gl.int64) * stride_dvb, dv, key, hk, Hk, Sk, VALUE_DIM, BLOCK_DV)
+
+
+@gluon.jit
+def _add(ptr, x, key, hk, Hk, Sk, DIM, BLOCK: gl.constexpr):
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
+    columns = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))
+    offsets = ((keys.to(gl.int64) * Hk + hk) * DIM)[:, None] + columns[None, :]
+    gl.atomic_add(ptr + offsets, x, mask=(keys < Sk)[:, None] & (columns < DIM)[None, :], sem="relaxed")
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stride_dkb", "stride_dvb", "stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "HEAD_DIM", "VALUE_DIM",
+    ]
+)  # fmt: skip
+def backward_kernel(
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
+    stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    SHAPE: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Add to dq [B, Sq, Hq, HEAD_DIM] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
+
+    Descriptors are of [B, heads, tokens, dim], those of lse and delta of [B x Hq, Sq]. lo, hi int32 [1 or B, Sk]: the rows
+    that see each key; read where SHAPE is "rows", else they follow from "full" or "causal". scale > 0.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, BLOCK_D], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, 1, ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2)),
+        gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, BLOCK_D // 2], dq_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [4, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barrier),
+    )
+    for i in gl.static_range(2):
+        mbarrier.init(shared.kv_full.index(i), count=1)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(shared.q_full.index(i), count=1)
+    for i in gl.static_range(DOUT_STAGES):
+        mbarrier.init(shared.dout_full.index(i), count=1)
+    shared.count.store(gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_differentiate, (
+                0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, SHAPE, STORE,
+            )),
+            (_differentiate, (
+                1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, SHAPE, STORE,
+            )),
+            (_load, (
+                shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, SHAPE,
+            )),
+            (_add_dq, (shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, SHAPE)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+"""What the kernels say to the hardware beside products and copies: named barriers, the tile counter, exp2."""
+
+from ringflash.kernels.hopper.gluon import gl, gluon
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.constexpr_function
+def _barrier(kind, threads):
+    return f"bar.{kind} $1, {threads};\n mov.u32 $0, 0;"
+
+
+@gluon.jit
+def meet(barrier, threads: gl.constexpr):
+    """Wait until `threads` threads have met or signalled at a named barrier.
+
+    Triton itself uses barriers 0 to 1 + partitions; kernels number theirs from 6.
+    """
+    gl.inline_asm_elementwise(_barrier("sync", threads), "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal(barrier, threads: gl.constexpr):
+    """Count the calling threads at a named barrier without waiting: unlike an mbarrier, no sync of the warpgroup first."""
+    gl.inline_asm_elementwise(_barrier("arrive", threads), "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
+
+
+# Lane 0 adds, the warp gets the value. The launch's last fetch puts the counter back to 0, so that it needs no clearing
+# between launches and a CUDA graph can replay it.
+_FETCH = gl.constexpr("""{
+ .reg .pred p, q; .reg .u32 l, v, e;
+ mov.u32 l, %laneid;
+ mov.u32 v, 0;
+ setp.eq.u32 p, l, 0;
+ sub.u32 e, $2, 1;
+ @p atom.relaxed.gpu.global.add.u32 v, [$1], 1;
+ setp.eq.and.u32 q, v, e, p;
+ @q st.relaxed.gpu.global.u32 [$1], 0;
+ shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff;
+}""")
+
+
+@gluon.jit
+def next_tile(counter_ptr, tiles):
+    """A number that no other caller gets, counting from 0. One warp calls, `tiles` times in a launch."""
+    return gl.inline_asm_elementwise(
+        _FETCH, "=r,l,r", [counter_ptr.to(gl.int64), tiles], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)

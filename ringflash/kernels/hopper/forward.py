@@ -1,0 +1,475 @@
+"""Forward kernel: two warpgroups attend with 64 queries each, one warp brings queries, keys and values.
+
+A program takes tiles of 128 queries of one head until none is left. The load warp looks up which keys a tile sees and
+says so in shared memory; then both warpgroups visit the same key blocks, from the last to the first. In a warpgroup the
+product Q K^T of one block runs together with P V of the block before, and the softmax of one hides under the other.
+
+Source: Shah et al., arXiv:2407.08608.
+"""
+
+from ringflash.kernels.hopper.device import LOG2_E, exp2, meet, next_tile, signal
+from ringflash.kernels.hopper.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Named barriers. Those of a stage or of a warpgroup come in pairs.
+KEYS_FREE = gl.constexpr(6)
+VALUES_FREE = gl.constexpr(8)
+QUERIES_FREE = gl.constexpr(10)
+TURN = gl.constexpr(12)
+STAGES = gl.constexpr(2)
+ROWS = gl.constexpr(64)  # queries of a warpgroup
+# What the load warp says of a tile: batch row x head, or -1 for no more; first query; first key; key blocks that hide
+# something at their left end, those before the ones that hide something at their right end, and all.
+FACTS = gl.constexpr(6)
+
+
+@aggregate
+class Shared:
+    """Shared memory: tiles, facts, and the mbarriers that tell when each is full."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
+    facts: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    facts_full: gl.shared_memory_descriptor
+    facts_free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, out, facts, q_full, k_full, v_full, facts_full, facts_free):
+        self.q, self.k, self.v, self.out, self.facts = q, k, v, out, facts
+        self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
+        self.facts_full, self.facts_free = facts_full, facts_free
+
+
+@gluon.jit
+def _place(tile, q_blocks, heads, GROUP, BAND):
+    """(batch row x head, block of queries) of a tile.
+
+    Blocks come in bands of BAND, the last band first; in a band GROUP heads at a time, so that their keys stay in L2; in
+    a group the last block first, which under a causal mask is the longest, and neighbours in time are neighbouring heads.
+    """
+    band = tile // (heads * BAND)
+    tile -= band * heads * BAND
+    blocks = gl.minimum(BAND, q_blocks - band * BAND)
+    group = tile // (GROUP * blocks)
+    tile -= group * GROUP * blocks
+    members = gl.minimum(GROUP, heads - group * GROUP)
+    block = tile // members
+    return group * GROUP + tile - block * members, q_blocks - 1 - band * BAND - block
+
+
+@gluon.jit
+def _visited(lo_ptr, hi_ptr, row, Sq, Sk, BLOCK_K: gl.constexpr, SHAPE: gl.constexpr):
+    """(first key, blocks that hide keys at the left, end of the blocks that show all, all blocks) of 2 ROWS queries.
+
+    As split_blocks of the Triton kernels: ends grow along the rows, so those of the first and the last row say it all.
+    """
+    last = gl.minimum(row + 2 * ROWS, Sq) - 1
+    if SHAPE == "full":
+        begin = row * 0
+        end = begin + Sk
+        all_from = begin
+        all_until = end
+    elif SHAPE == "causal":
+        begin = row * 0
+        end = last + 1
+        all_from = begin
+        all_until = row + 1
+    else:
+        begin = gl.load(lo_ptr + row)
+        end = gl.load(hi_ptr + last)
+        all_from = gl.load(lo_ptr + last)
+        all_until = gl.load(hi_ptr + row)
+    n_all = (gl.maximum(end - begin, 0) + BLOCK_K - 1) // BLOCK_K
+    n_left = gl.minimum((gl.maximum(all_from - begin, 0) + BLOCK_K - 1) // BLOCK_K, n_all)
+    n_full = gl.maximum(gl.maximum(all_until - begin, 0) // BLOCK_K, n_left)
+    return begin, n_left, n_full, n_all
+
+
+@gluon.jit
+def _publish(shared, turn, head, row, begin, n_left, n_full, n_all):
+    """Say what the next tile is, once both warpgroups have read what the tile before was."""
+    mbarrier.wait(shared.facts_free, (turn & 1) ^ 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, layout=L)
+    shared.facts.index(0).store(zero + head)
+    shared.facts.index(1).store(zero + row)
+    shared.facts.index(2).store(zero + begin)
+    shared.facts.index(3).store(zero + n_left)
+    shared.facts.index(4).store(zero + n_full)
+    shared.facts.index(5).store(zero + n_all)
+    mbarrier.arrive(shared.facts_full, count=1)
+
+
+@gluon.jit
+def _fact(shared, i: gl.constexpr):
+    return gl.max(shared.facts.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
+def _load_block(desc, tiles, full, free: gl.constexpr, b, head, key, n, BYTES: gl.constexpr):
+    """Bring a block into the stage of step n, as soon as what was there has been used."""
+    stage = n % STAGES
+    if n >= STAGES:
+        meet(free + stage, 2 * 128 + 32)
+    mbarrier.expect(full.index(stage), BYTES)
+    tma_load(desc, [b, head, key, 0], full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _load_queries(desc, shared, b, head, row, turn, c: gl.constexpr, BYTES: gl.constexpr):
+    if turn > 0:
+        meet(QUERIES_FREE + c, 128 + 32)
+    mbarrier.expect(shared.q_full.index(c), BYTES)
+    tma_load(desc, [b, head, row, 0], shared.q_full.index(c), shared.q.index(c))
+
+
+@gluon.jit
+def _load(
+    shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BAND,
+    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, SKIP: gl.constexpr,
+):  # fmt: skip
+    """The load warp. SKIP: tiles that see no key need no visit."""
+    SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
+    Q_BYTES: gl.constexpr = ROWS * BLOCK_D * SIZE
+    K_BYTES: gl.constexpr = BLOCK_K * BLOCK_D * SIZE
+    V_BYTES: gl.constexpr = BLOCK_K * BLOCK_DV * SIZE
+    q_blocks = (Sq + 2 * ROWS - 1) // (2 * ROWS)
+    heads = B * Hq
+    tiles = q_blocks * heads
+    turn = 0
+    n = 0
+    tile = gl.program_id(0)
+    head, block = _place(tile, q_blocks, heads, GROUP, BAND)
+    row = block * 2 * ROWS
+    b = head // Hq
+    begin, n_left, n_full, n_all = _visited(
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, BLOCK_K, SHAPE
+    )
+    while tile < tiles:
+        this_b = b
+        h = head - b * Hq
+        hk = h // (Hq // Hk)
+        this_row = row
+        this_begin = begin
+        # A tile that sees nothing visits one block all the same, where every key is hidden, to get its zeros.
+        blocks = n_all
+        if not SKIP:
+            blocks = gl.maximum(n_all, 1)
+        if blocks > 0:
+            _publish(shared, turn, head, row, begin, n_left, n_full, blocks)
+            # In the order of use: Q of one warpgroup, K, Q of the other, V.
+            _load_queries(q_desc, shared, this_b, h, this_row, turn, 0, Q_BYTES)
+            _load_block(
+                k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, this_begin + (blocks - 1) * BLOCK_K, n, K_BYTES
+            )
+            _load_queries(q_desc, shared, this_b, h, this_row + ROWS, turn, 1, Q_BYTES)
+            _load_block(
+                v_desc,
+                shared.v,
+                shared.v_full,
+                VALUES_FREE,
+                this_b,
+                hk,
+                this_begin + (blocks - 1) * BLOCK_K,
+                n,
+                V_BYTES,
+            )
+            n += 1
+            turn += 1
+        # What comes next is looked up while this tile is computed.
+        tile = gl.num_programs(0) + next_tile(counter_ptr, tiles)
+        head, block = _place(gl.minimum(tile, tiles - 1), q_blocks, heads, GROUP, BAND)
+        row = block * 2 * ROWS
+        b = head // Hq
+        begin, n_left, n_full, n_all = _visited(
+            lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, BLOCK_K, SHAPE
+        )
+        for i in range(1, blocks):
+            key = this_begin + (blocks - 1 - i) * BLOCK_K
+            _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES)
+            _load_block(v_desc, shared.v, shared.v_full, VALUES_FREE, this_b, hk, key, n, V_BYTES)
+            n += 1
+    _publish(shared, turn, -1, 0, 0, 0, 0, 0)
+    # Take what is signalled after the last use, so that no barrier is left half full.
+    for i in gl.static_range(STAGES):
+        if n > i:
+            meet(KEYS_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
+            meet(VALUES_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
+    for c in gl.static_range(2):
+        if turn > 0:
+            meet(QUERIES_FREE + c, 128 + 32)
+
+
+@gluon.jit
+def _hide(s, lo, hi, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, L: gl.constexpr):
+    """-inf where a row does not see a key; lo and hi count from the block's first key."""
+    column = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    if LEFT:
+        s = gl.where(column[None, :] >= lo[:, None], s, float("-inf"))
+    return gl.where(column[None, :] < hi[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def _step(
+    shared, q, acc, row_max, row_sum, p, n, lo, hi, scale_log2,
+    c: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASKED: gl.constexpr,
+    LEFT: gl.constexpr, TAKE_TURNS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
+):  # fmt: skip
+    """Scores of block n together with P V of the block before, whose p [ROWS, BLOCK_K] is given in fp32."""
+    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
+    stage = n % STAGES
+    before = (n - 1) % STAGES
+    mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
+    if TAKE_TURNS:
+        meet(TURN + c, 256)
+    zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
+    k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
+    s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+    mbarrier.wait(shared.v_full.index(before), ((n - 1) // STAGES) & 1)
+    acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+    if TAKE_TURNS:
+        signal(TURN + 1 - c, 256)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
+    signal(KEYS_FREE + stage, 2 * 128 + 32)
+    if MASKED:
+        s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
+    new_max = gl.maximum(row_max, gl.max(s, axis=1))
+    pivot = new_max
+    if MASKED:
+        # Finite for rows that have seen nothing: -inf - (-inf) would be NaN.
+        pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
+    pivot = pivot * scale_log2
+    shrink = exp2(row_max * scale_log2 - pivot)
+    p = exp2(s * scale_log2 - pivot[:, None])
+    row_sum = row_sum * shrink + gl.sum(p, axis=1)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    signal(VALUES_FREE + before, 2 * 128 + 32)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, LO))[:, None]
+    return acc, new_max, row_sum, p
+
+
+@gluon.jit
+def _finish(
+    shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, h, row, Sq, Hq, scale, VALUE_DIM,
+    c: gl.constexpr, BLOCK_DV: gl.constexpr, INTO: gl.constexpr, ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    LO: gl.constexpr,
+):  # fmt: skip
+    """Normalise, merge with what was there before, store out and lse."""
+    L: gl.constexpr = gl.SliceLayout(1, LO)
+    row_max = gl.convert_layout(row_max, L)
+    row_sum = gl.convert_layout(row_sum, L)
+    weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
+    lse = gl.where(row_sum > 0.0, row_max * scale + gl.log(row_sum), float("-inf"))
+    rows = row + gl.arange(0, ROWS, layout=L)
+    inside = rows < Sq
+    lse_ptrs = lse_ptr + head.to(gl.int64) * Sq + rows
+    columns = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, LO))
+    offsets = ((b.to(gl.int64) * Sq + rows) * Hq + h)[:, None] * VALUE_DIM + columns[None, :]
+    valid = inside[:, None] & (columns < VALUE_DIM)[None, :]
+    if INTO:
+        lse_before = gl.load(lse_ptrs, mask=inside, other=float("-inf"))
+        peak = gl.maximum(lse_before, lse)
+        peak = gl.where(peak == float("-inf"), 0.0, peak)
+        share_before = exp2((lse_before - peak) * LOG2_E)
+        share = exp2((lse - peak) * LOG2_E)
+        total = share_before + share
+        portion = gl.where(total > 0.0, 1.0 / total, 0.0)
+        lse = gl.where(total > 0.0, peak + gl.log(total), float("-inf"))
+        weight = weight * share * portion
+        acc = (
+            acc * weight[:, None]
+            + gl.load(before_ptr + offsets, mask=valid, other=0.0) * (share_before * portion)[:, None]
+        )
+    else:
+        acc = acc * weight[:, None]
+    gl.store(lse_ptrs, lse, mask=inside)
+    if ROUNDED:
+        if OUT_IN_Q:
+            out = shared.q.index(c)
+        else:
+            tma_store_wait(0)
+            out = shared.out.index(c)
+        out.reshape([ROWS, BLOCK_DV]).store(acc.to(shared.v.dtype))
+        fence_async_shared()
+        tma_store(out_desc, [b, h, row, 0], out)
+        if OUT_IN_Q:
+            tma_store_wait(0)
+    else:
+        gl.store(out_ptr + offsets, acc, mask=valid)
+
+
+@gluon.jit
+def _attend(
+    c: gl.constexpr, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+    VALUE_DIM, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr,
+    INTO: gl.constexpr, ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup c: rows c * ROWS ... of every tile that the load warp announces."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    L: gl.constexpr = gl.SliceLayout(1, LS)
+    # Taking turns keeps one warpgroup's products under the other's exponentials. With masks the two drift apart anyway.
+    TAKE_TURNS: gl.constexpr = SHAPE == "full"
+    LEFT: gl.constexpr = SHAPE == "rows"
+    scale_log2 = scale * LOG2_E
+    if TAKE_TURNS:
+        if c == 1:
+            signal(TURN, 256)
+    turn = 0
+    n = 0
+    mbarrier.wait(shared.facts_full, 0)
+    head = _fact(shared, 0)
+    while head >= 0:
+        row = _fact(shared, 1) + c * ROWS
+        begin = _fact(shared, 2)
+        n_left = _fact(shared, 3)
+        n_full = _fact(shared, 4)
+        block = _fact(shared, 5) - 1
+        mbarrier.arrive(shared.facts_free, count=1)
+        b = head // Hq
+        rows = row + gl.arange(0, ROWS, layout=L)
+        if SHAPE == "rows":
+            lo = gl.load(lo_ptr + b * stride_bounds + rows, mask=rows < Sq, other=0) - begin
+            hi = gl.load(hi_ptr + b * stride_bounds + rows, mask=rows < Sq, other=0) - begin
+        elif SHAPE == "causal":
+            lo = rows * 0
+            hi = rows + 1
+        else:
+            lo = rows * 0
+            hi = lo + Sk
+        q = shared.q.index(c).reshape([ROWS, BLOCK_D])
+        mbarrier.wait(shared.q_full.index(c), turn & 1)
+        acc = gl.full([ROWS, BLOCK_DV], 0.0, gl.float32, layout=LO)
+
+        # The last block has no P V to run with.
+        stage = n % STAGES
+        mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
+        zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
+        k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
+        s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+        signal(KEYS_FREE + stage, 2 * 128 + 32)
+        s = _hide(s, lo - block * BLOCK_K, hi - block * BLOCK_K, BLOCK_K, LEFT, LS)
+        row_max = gl.max(s, axis=1)
+        pivot = gl.where(row_max == float("-inf"), 0.0, row_max) * scale_log2
+        p = exp2(s * scale_log2 - pivot[:, None])
+        row_sum = gl.sum(p, axis=1)
+        n += 1
+        block -= 1
+
+        while block >= n_full:
+            acc, row_max, row_sum, p = _step(
+                shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
+                BLOCK_K, BLOCK_D, BLOCK_DV, True, False, TAKE_TURNS, LS, LO,
+            )  # fmt: skip
+            n += 1
+            block -= 1
+        while block >= n_left:
+            acc, row_max, row_sum, p = _step(
+                shared, q, acc, row_max, row_sum, p, n, lo, hi, scale_log2, c,
+                BLOCK_K, BLOCK_D, BLOCK_DV, False, False, TAKE_TURNS, LS, LO,
+            )  # fmt: skip
+            n += 1
+            block -= 1
+        if SHAPE == "rows":
+            while block >= 0:
+                acc, row_max, row_sum, p = _step(
+                    shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
+                    BLOCK_K, BLOCK_D, BLOCK_DV, True, True, TAKE_TURNS, LS, LO,
+                )  # fmt: skip
+                n += 1
+                block -= 1
+
+        if not OUT_IN_Q:
+            signal(QUERIES_FREE + c, 128 + 32)
+        weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
+        before = (n - 1) % STAGES
+        mbarrier.wait(shared.v_full.index(before), ((n - 1) // STAGES) & 1)
+        acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+        signal(VALUES_FREE + before, 2 * 128 + 32)
+        _finish(
+            shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, head - b * Hq, row, Sq, Hq,
+            scale, VALUE_DIM, c, BLOCK_DV, INTO, ROUNDED, OUT_IN_Q, LO,
+        )  # fmt: skip
+        if OUT_IN_Q:
+            signal(QUERIES_FREE + c, 128 + 32)
+        turn += 1
+        mbarrier.wait(shared.facts_full, turn & 1)
+        head = _fact(shared, 0)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "BAND", "VALUE_DIM"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
+    stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, BAND, scale,
+    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, INTO: gl.constexpr,
+    ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """out [B, Sq, Hq, VALUE_DIM], and lse fp32, in memory [B, Hq, Sq]; if INTO, merged with before, fp32, and with lse.
+
+    Descriptors are of [B, heads, tokens, dim]. ROUNDED: out is stored through out_desc in q's type; else in fp32 at
+    out_ptr. OUT_IN_Q: out passes through the memory of the queries, for want of its own. SHAPE: "full", "causal" for a
+    causal square, or "rows", whose bounds lo, hi int32 [1 or B, Sq] are read. scale > 0. counter: one int32, 0.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    if OUT_IN_Q or not ROUNDED:
+        out_tiles = q_tiles
+    else:
+        out_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
+    shared = Shared(
+        q_tiles,
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout),
+        out_tiles,
+        gl.allocate_shared_memory(gl.int32, [FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [1], barrier),
+        gl.allocate_shared_memory(gl.int64, [1], barrier),
+    )
+    for i in gl.static_range(2):
+        mbarrier.init(shared.q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(shared.k_full.index(i), count=1)
+        mbarrier.init(shared.v_full.index(i), count=1)
+    mbarrier.init(shared.facts_full, count=1)
+    mbarrier.init(shared.facts_free, count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend, (
+                0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q,
+            )),
+            (_attend, (
+                1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q,
+            )),
+            (_load, (
+                shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BAND,
+                BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""The Hopper backend: check what it can serve, describe tensors to the copy engine, launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringflash.kernels.backend import Backend, Call, Rows
+from ringflash.kernels.hopper.backward import backward_kernel
+from ringflash.kernels.hopper.forward import forward_kernel
+from ringflash.kernels.hopper.gluon import VERSION, VERSIONS, TensorDescriptor, gl
+from ringflash.kernels.hopper.tuning import (
+    KEYS,
+    QUERIES,
+    backward_group,
+    backward_stages,
+    forward_keys,
+    forward_order,
+    padded,
+)
+from ringflash.kernels.partial import Partial
+from ringflash.kernels.score import Score
+from ringflash.kernels.triton.launch import Triton
+from ringflash.schedule.tiles import Bounds
+
+ROWS = 64  # of a tile that one warpgroup holds
+# Of heads: backward keeps dk and dv of 64 keys in the registers of a warpgroup, forward out of 64 queries.
+MOST_COLUMNS = {"forward": 256, "backward": 128}
+
+
+class Hopper(Backend):
+    name = "hopper"
+
+    def refuses(self, call: Call) -> str | None:
+        if call.device.type != "cuda" or not torch.cuda.is_available():
+            return f"device {call.device} is not a GPU that is here"
+        if torch.cuda.get_device_capability(call.device)[0] != 9:
+            return f"{torch.cuda.get_device_name(call.device)} is not a Hopper GPU"
+        if VERSION not in VERSIONS:
+            return (
+                f"triton {VERSION} is not one of {', '.join(VERSIONS)}, which its kernels were compiled and tested with"
+            )
+        if call.dtype not in (torch.float16, torch.bfloat16):
+            return f"dtype {call.dtype} is not one of float16, bfloat16"
+        most = MOST_COLUMNS[call.direction]
+        for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
+            if dim > most or dim % 8:
+                return f"{name} {dim} is not a multiple of 8 up to {most}"
+        if call.scale <= 0:
+            return f"scale {call.scale} is not positive"
+        if terms := call.terms - {"sinks"}:
+            return f"its kernels know no {', '.join(sorted(terms))}"
+        if call.direction == "backward" and call.deterministic:
+            return "it adds dq up in the order in which programs end"
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Bounds,
+        score: Score,
+        into: Partial | None = None,
+        is_last: bool = False,
+    ) -> Partial:
+        B, Sq, Hq, D = q.shape
+        Sk, Hk, Dv = v.shape[1:]
+        if bounds.columns == 0 or q.numel() == 0:
+            return Partial.empty(q, Dv) if into is None else into
+        partial = Partial.unset(q, Dv, rounded=is_last) if into is None else into
+        before = partial.out
+        if is_last and into is not None:
+            partial = Partial(q.new_empty(B, Sq, Hq, Dv), partial.lse)
+        block_d, block_dv = padded(D), padded(Dv)
+        block_k = forward_keys(block_d, block_dv)
+        lo, hi = bounds.to(q.device)
+        q_blocks = -(-Sq // QUERIES)
+        order = forward_order(B * Hq, Hq // Hk, q_blocks, Sk * (D + Dv) * q.element_size(), bounds.shape == "full")
+        values = described(v, block_k, block_dv)
+        with torch.cuda.device(q.device):
+            forward_kernel[(min(q_blocks * B * Hq, _multiprocessors(q.device)),)](
+                described(q, ROWS, block_d), described(k, block_k, block_d), values,
+                described(partial.out, ROWS, block_dv, is_written=True) if is_last else values,
+                partial.out, before, partial.lse, lo, hi, _counter(q.device), _batch_stride(lo),
+                B, Hq, Hk, Sq, Sk, Dv, order.group, order.band, score.factor,
+                BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
+                ROUNDED=is_last, OUT_IN_Q=block_d == block_dv == 256, num_warps=4, maxnreg=168,
+            )  # fmt: skip
+        return partial
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        bounds: Bounds,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        deterministic: bool,
+        is_all: bool = False,
+    ) -> None:
+        B, Sq, Hq, D = q.shape
+        Sk, Hk, Dv = v.shape[1:]
+        if bounds.columns == 0 or q.numel() == 0:
+            return
+        block_d, block_dv = padded(D), padded(Dv)
+        # What is added up must start at zero, in fp32.
+        total = q.new_zeros(q.shape, dtype=torch.float32) if is_all else dq
+        lo, hi = bounds.columns_to(q.device)
+        k_blocks = -(-Sk // KEYS)
+        row_bytes = Sq * (D + Dv) * 4 * (Hq // Hk)
+        q_stages, dout_stages = backward_stages(max(block_d, block_dv))
+        keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
+        with torch.cuda.device(q.device):
+            backward_kernel[(k_blocks * B * Hk,)](
+                described(q, ROWS, block_d), keys, values, described(rows.dout, ROWS, block_dv),
+                _described_rows(rows.lse), _described_rows(rows.delta),
+                described(total, ROWS, block_d // 2, is_written=True),
+                described(dk, ROWS, block_d, is_written=True) if is_all else keys,
+                described(dv, ROWS, block_dv, is_written=True) if is_all else values,
+                dk, dv, lo, hi, dk.stride(0), dv.stride(0), _batch_stride(lo), B, Hq, Hk, Sq, Sk,
+                backward_group(B * Hk, k_blocks, row_bytes, bounds.shape == "full"), D, Dv, score.factor,
+                BLOCK_D=block_d, BLOCK_DV=block_dv, Q_STAGES=q_stages, DOUT_STAGES=dout_stages, SHAPE=bounds.shape,
+                STORE=is_all, num_warps=4, maxnreg=168,
+            )  # fmt: skip
+        if total is not dq:
+            dq.copy_(total)
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        return Triton().delta(out, dout, dlse)
+
+
+def described(x: Tensor, rows: int, columns: int, *, is_written: bool = False) -> Any:
+    """A descriptor of x [B, tokens, heads, dim], seen as [B, heads, tokens, dim], for tiles of rows x columns of one head.
+
+    What lies past the tensor's edges is read as zeros and not written. The copy engine takes any strides of whole 16
+    bytes; a tensor that has others is copied, unless it is written to.
+    """
+    quantum = 16 // x.element_size()
+    is_aligned = x.data_ptr() % 16 == 0 and all(
+        stride % quantum == 0 and stride > 0
+        for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)
+        if size > 1
+    )
+    if not is_aligned:
+        assert not is_written, "callers give results memory that is contiguous"
+        x = x.contiguous() if not x.is_contiguous() else x.clone()
+    B, S, H, D = x.shape
+    # The stride of an axis of one is never used, and may be anything.
+    strides = [stride if size > 1 else D for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(
+        x, [B, H, S, D], [strides[0], strides[2], strides[1], 1], [1, 1, rows, columns], _layout(x.element_size() * 8)
+    )
+
+
+def _described_rows(x: Tensor) -> Any:
+    """A descriptor of row statistics [B, S, H], in memory [B, H, S], seen as [B x H, S]."""
+    B, S, H = x.shape
+    heads_first = x.transpose(1, 2)
+    if S % 4:  # the copy engine wants rows of whole 16 bytes
+        heads_first = F.pad(heads_first, (0, 4 - S % 4))
+    return TensorDescriptor(
+        heads_first, [B * H, S], [heads_first.shape[2], 1], [1, ROWS], gl.NVMMASharedLayout(0, 32, rank=2)
+    )
+
+
+@lru_cache
+def _layout(bits: int) -> Any:
+    return gl.NVMMASharedLayout(128, bits, rank=4)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _counter(device: torch.device) -> Tensor:
+    """The tile counter: zero between launches, because each puts it back.
+
+    One per stream, whose launches follow one another. While a CUDA graph is captured, one of the graph's own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter_of(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=64)
+def _counter_of(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _batch_stride(lo: Tensor) -> int:
+    return lo.stride(0) if lo.shape[0] > 1 else 0
+
+
+def backends() -> dict[str, Backend]:
+    """What this module offers to `choose`."""
+    return {"hopper": Hopper()}
