@@ -59,21 +59,22 @@ class Shared:
 
 
 @gluon.jit
-def _place(tile, k_blocks, heads, GROUP):
+def place(tile, heads, Sk, GROUP, KEYS_OF_TILE: gl.constexpr):
     """(batch row x key head, first key) of a tile: GROUP heads at a time, so that their rows stay in L2; in a group the
     first block first, which under a causal mask is the longest, and neighbours in time are neighbouring heads.
     """
+    k_blocks = (Sk + KEYS_OF_TILE - 1) // KEYS_OF_TILE
     group = tile // (GROUP * k_blocks)
     tile -= group * GROUP * k_blocks
     members = gl.minimum(GROUP, heads - group * GROUP)
     block = tile // members
-    return group * GROUP + tile - block * members, block * 2 * KEYS
+    return group * GROUP + tile - block * members, block * KEYS_OF_TILE
 
 
 @gluon.jit
-def _visited(lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.constexpr):
-    """(first row, blocks that hide rows at the left, end of the blocks that show all, all blocks) of 2 KEYS keys."""
-    last = gl.minimum(key + 2 * KEYS, Sk) - 1
+def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, SHAPE: gl.constexpr):
+    """(first row, blocks that hide rows at the left, end of the blocks that show all, all blocks) of a tile."""
+    last = gl.minimum(key + KEYS_OF_TILE, Sk) - 1
     if SHAPE == "full":
         begin = key * 0
         end = begin + Sq
@@ -93,7 +94,7 @@ def _visited(lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.constexpr):
     n_left = gl.minimum((gl.maximum(all_from - begin, 0) + ROWS - 1) // ROWS, n_all)
     n_full = gl.maximum(gl.maximum(all_until - begin, 0) // ROWS, n_left)
     # Keys past the last one are zeros in shared memory, but their probabilities are not.
-    if key + 2 * KEYS > Sk:
+    if key + KEYS_OF_TILE > Sk:
         n_left = n_all
     return begin, n_left, n_full, n_all
 
@@ -105,10 +106,12 @@ def _load(
 ):  # fmt: skip
     """The load warp. With three stages each, q and dout of a step are freed together."""
     SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
-    head, key = _place(gl.program_id(0), (Sk + 2 * KEYS - 1) // (2 * KEYS), B * Hk, GROUP)
+    head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
     hk = head - b * Hk
-    begin, n_left, n_full, n_all = _visited(lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE)
+    begin, n_left, n_full, n_all = visited(
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, SHAPE
+    )
     mbarrier.expect(shared.kv_full.index(0), 2 * KEYS * BLOCK_D * SIZE)
     mbarrier.expect(shared.kv_full.index(1), 2 * KEYS * BLOCK_DV * SIZE)
     for c in gl.static_range(2):
@@ -150,9 +153,11 @@ def _add_dq(
     shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D: gl.constexpr, SHAPE: gl.constexpr
 ):
     """The warp that adds finished tiles of dq, half of the columns from each warpgroup, into global memory."""
-    head, key = _place(gl.program_id(0), (Sk + 2 * KEYS - 1) // (2 * KEYS), B * Hk, GROUP)
+    head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
-    begin, n_left, n_full, n_all = _visited(lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE)
+    begin, n_left, n_full, n_all = visited(
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, SHAPE
+    )
     group = Hq // Hk
     for g in range(group):
         for block in range(n_all):
@@ -170,11 +175,11 @@ def _add_dq(
 
 
 @gluon.jit
-def _hide(p, shared, c: gl.constexpr, row, L: gl.constexpr):
+def hide(p, ends, c: gl.constexpr, count, row, L: gl.constexpr):
     """0 where a key is not seen; the ends and the counting numbers come from shared memory, which saves registers."""
-    lo = shared.ends.index(c).load(gl.SliceLayout(1, L)) - row
-    hi = shared.ends.index(2 + c).load(gl.SliceLayout(1, L)) - row
-    column = shared.count.load(gl.SliceLayout(0, L))
+    lo = ends.index(2 * c).load(gl.SliceLayout(1, L)) - row
+    hi = ends.index(2 * c + 1).load(gl.SliceLayout(1, L)) - row
+    column = count.load(gl.SliceLayout(0, L))
     p = gl.where(column[None, :] >= lo[:, None], p, 0.0)
     return gl.where(column[None, :] < hi[:, None], p, 0.0)
 
@@ -184,12 +189,12 @@ def _probabilities(shared, s, stage, row, hides, scale_log2, c: gl.constexpr, L:
     lse = shared.lse.index(stage).reshape([ROWS]).load(gl.SliceLayout(0, L)) * LOG2_E
     p = exp2(s * scale_log2 - lse[None, :])
     if hides:
-        p = _hide(p, shared, c, row, L)
+        p = hide(p, shared.ends, c, shared.count, row, L)
     return p
 
 
 @gluon.jit
-def _score_gradient(shared, p, dp, stage, scale, L: gl.constexpr):
+def score_gradient(shared, p, dp, stage, scale, L: gl.constexpr):
     """scale * p * (dp - delta): with the scale inside, dq and dk need none."""
     delta = shared.delta.index(stage).reshape([ROWS]).load(gl.SliceLayout(0, L)) * scale
     return p * (dp * scale - delta[None, :])
@@ -205,7 +210,7 @@ def _hand_over_dq(shared, dq, c: gl.constexpr, n, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def _write_ends(shared, lo_ptr, hi_ptr, key, Sq, Sk, c: gl.constexpr, SHAPE: gl.constexpr):
+def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.constexpr):
     """The rows that see each key of this warpgroup; none for keys past the last."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     keys = key + gl.arange(0, KEYS, layout=L)
@@ -219,8 +224,8 @@ def _write_ends(shared, lo_ptr, hi_ptr, key, Sq, Sk, c: gl.constexpr, SHAPE: gl.
     else:
         lo = keys * 0
         hi = gl.where(inside, Sq, 0)
-    shared.ends.index(c).store(lo)
-    shared.ends.index(2 + c).store(hi)
+    ends.index(2 * c).store(lo)
+    ends.index(2 * c + 1).store(hi)
 
 
 @gluon.jit
@@ -262,7 +267,7 @@ def _visit_rows(
         p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
         dv = warpgroup_mma(p_t, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
-        ds = _score_gradient(shared, p, dp, dout_stage, scale, LS).to(dtype)
+        ds = score_gradient(shared, p, dp, dout_stage, scale, LS).to(dtype)
         buffer = (n & 1) * 2
         shared.ds.index(buffer + c).store(ds)
         fence_async_shared()
@@ -317,7 +322,7 @@ def _visit_rows_ahead(
     s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
     p = _probabilities(shared, s, 0, begin, (0 < n_left) | (0 >= n_full), scale_log2, c, LS)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
-    ds = _score_gradient(shared, p, dp, 0, scale, LS)
+    ds = score_gradient(shared, p, dp, 0, scale, LS)
     shared.ds.index(c).store(ds.to(dtype))
     fence_async_shared()
     meet(DS_WRITTEN, 256)
@@ -352,7 +357,7 @@ def _visit_rows_ahead(
         hides = (block < n_left) | (block >= n_full)
         p = _probabilities(shared, s, next_stage, begin + block * ROWS, hides, scale_log2, c, LS)
         dp = warpgroup_mma_wait(num_outstanding=4, deps=[dp])
-        ds = _score_gradient(shared, p, dp, next_stage, scale, LS)
+        ds = score_gradient(shared, p, dp, next_stage, scale, LS)
         dq = warpgroup_mma_wait(num_outstanding=2, deps=[dq])
         _hand_over_dq(shared, dq, c, n, BLOCK_D)
         dv, dk = warpgroup_mma_wait(num_outstanding=0, deps=[dv, dk])
@@ -370,14 +375,14 @@ def _differentiate(
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: keys c * KEYS ... of the program's tile."""
-    head, tile_key = _place(gl.program_id(0), (Sk + 2 * KEYS - 1) // (2 * KEYS), B * Hk, GROUP)
+    head, tile_key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
     hk = head - b * Hk
     key = tile_key + c * KEYS
-    begin, n_left, n_full, n_all = _visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, SHAPE
+    begin, n_left, n_full, n_all = visited(
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, 2 * KEYS, SHAPE
     )
-    _write_ends(shared, lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, c, SHAPE)
+    write_ends(shared.ends, c, lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE)
     # The warpgroup reads what its own threads have written, and the other's barrier does not matter.
     warpgroup_barrier()
     if DOUT_STAGES == 3:
@@ -404,15 +409,17 @@ def _differentiate(
         tma_store_wait(0)
     else:
         # Nobody else adds to these keys, so one atomic addition each is as good as load and store, and waits for nothing.
-        _add(dk_ptr + b.to(gl.int64) * stride_dkb, dk, key, hk, Hk, Sk, HEAD_DIM, BLOCK_D)
-        _add(dv_ptr + b.to(gl.int64) * stride_dvb, dv, key, hk, Hk, Sk, VALUE_DIM, BLOCK_DV)
+        add_sums(dk_ptr + b.to(gl.int64) * stride_dkb, dk, key, 0, hk, Hk, Sk, HEAD_DIM, KEYS, BLOCK_D)
+        add_sums(dv_ptr + b.to(gl.int64) * stride_dvb, dv, key, 0, hk, Hk, Sk, VALUE_DIM, KEYS, BLOCK_DV)
 
 
 @gluon.jit
-def _add(ptr, x, key, hk, Hk, Sk, DIM, BLOCK: gl.constexpr):
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
-    columns = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))
+def add_sums(ptr, x, key, column, hk, Hk, Sk, DIM, KEYS_OF_TILE: gl.constexpr, COLUMNS: gl.constexpr):
+    """Add x [KEYS_OF_TILE, COLUMNS] to rows key ..., columns column ... of [Sk, Hk, DIM] at ptr; DIM a multiple of 8."""
+    DIM = DIM // 8 * 8  # which tells the compiler that two columns may go in one addition
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    keys = key + gl.arange(0, KEYS_OF_TILE, layout=gl.SliceLayout(1, L))
+    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     offsets = ((keys.to(gl.int64) * Hk + hk) * DIM)[:, None] + columns[None, :]
     gl.atomic_add(ptr + offsets, x, mask=(keys < Sk)[:, None] & (columns < DIM)[None, :], sem="relaxed")
 

@@ -279,7 +279,8 @@ def _finish(
     inside = rows < Sq
     lse_ptrs = lse_ptr + head.to(gl.int64) * Sq + rows
     columns = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, LO))
-    offsets = ((b.to(gl.int64) * Sq + rows) * Hq + h)[:, None] * VALUE_DIM + columns[None, :]
+    dim = VALUE_DIM // 8 * 8  # which tells the compiler that two columns may go at once
+    offsets = ((b.to(gl.int64) * Sq + rows) * Hq + h)[:, None] * dim + columns[None, :]
     valid = inside[:, None] & (columns < VALUE_DIM)[None, :]
     if INTO:
         lse_before = gl.load(lse_ptrs, mask=inside, other=float("-inf"))
@@ -317,14 +318,12 @@ def _finish(
 def _attend(
     c: gl.constexpr, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
     VALUE_DIM, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr,
-    INTO: gl.constexpr, ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    INTO: gl.constexpr, ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: rows c * ROWS ... of every tile that the load warp announces."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     L: gl.constexpr = gl.SliceLayout(1, LS)
-    # Taking turns keeps one warpgroup's products under the other's exponentials. With masks the two drift apart anyway.
-    TAKE_TURNS: gl.constexpr = SHAPE == "full"
     LEFT: gl.constexpr = SHAPE == "rows"
     scale_log2 = scale * LOG2_E
     if TAKE_TURNS:
@@ -420,12 +419,13 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
     stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, BAND, scale,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, INTO: gl.constexpr,
-    ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, Hq, VALUE_DIM], and lse fp32, in memory [B, Hq, Sq]; if INTO, merged with before, fp32, and with lse.
 
     Descriptors are of [B, heads, tokens, dim]. ROUNDED: out is stored through out_desc in q's type; else in fp32 at
-    out_ptr. OUT_IN_Q: out passes through the memory of the queries, for want of its own. SHAPE: "full", "causal" for a
+    out_ptr. OUT_IN_Q: out passes through the memory of the queries, for want of its own. TAKE_TURNS: one
+    warpgroup's products start when the other's have. SHAPE: "full", "causal" for a
     causal square, or "rows", whose bounds lo, hi int32 [1 or B, Sq] are read. scale > 0. counter: one int32, 0.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -459,11 +459,11 @@ def forward_kernel(
         [
             (_attend, (
                 0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q,
+                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q, TAKE_TURNS,
             )),
             (_attend, (
                 1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q,
+                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q, TAKE_TURNS,
             )),
             (_load, (
                 shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BAND,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows
 from ringflash.kernels.hopper.backward import backward_kernel
+from ringflash.kernels.hopper.backward_wide import wide_backward_kernel
 from ringflash.kernels.hopper.forward import forward_kernel
 from ringflash.kernels.hopper.gluon import VERSION, VERSIONS, TensorDescriptor, gl
 from ringflash.kernels.hopper.tuning import (
@@ -21,6 +22,7 @@ from ringflash.kernels.hopper.tuning import (
     forward_keys,
     forward_order,
     padded,
+    takes_turns,
 )
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.score import Score
@@ -28,8 +30,6 @@ from ringflash.kernels.triton.launch import Triton
 from ringflash.schedule.tiles import Bounds
 
 ROWS = 64  # of a tile that one warpgroup holds
-# Of heads: backward keeps dk and dv of 64 keys in the registers of a warpgroup, forward out of 64 queries.
-MOST_COLUMNS = {"forward": 256, "backward": 128}
 
 
 class Hopper(Backend):
@@ -46,10 +46,9 @@ class Hopper(Backend):
             )
         if call.dtype not in (torch.float16, torch.bfloat16):
             return f"dtype {call.dtype} is not one of float16, bfloat16"
-        most = MOST_COLUMNS[call.direction]
         for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
-            if dim > most or dim % 8:
-                return f"{name} {dim} is not a multiple of 8 up to {most}"
+            if dim > 256 or dim % 8:
+                return f"{name} {dim} is not a multiple of 8 up to 256"
         if call.scale <= 0:
             return f"scale {call.scale} is not positive"
         if terms := call.terms - {"sinks"}:
@@ -89,7 +88,8 @@ class Hopper(Backend):
                 partial.out, before, partial.lse, lo, hi, _counter(q.device), _batch_stride(lo),
                 B, Hq, Hk, Sq, Sk, Dv, order.group, order.band, score.factor,
                 BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
-                ROUNDED=is_last, OUT_IN_Q=block_d == block_dv == 256, num_warps=4, maxnreg=168,
+                ROUNDED=is_last, OUT_IN_Q=block_d == block_dv == 256,
+                TAKE_TURNS=takes_turns(block_d, bounds.shape), num_warps=4, maxnreg=168,
             )  # fmt: skip
         return partial
 
@@ -111,26 +111,40 @@ class Hopper(Backend):
         Sk, Hk, Dv = v.shape[1:]
         if bounds.columns == 0 or q.numel() == 0:
             return
-        block_d, block_dv = padded(D), padded(Dv)
         # What is added up must start at zero, in fp32.
         total = q.new_zeros(q.shape, dtype=torch.float32) if is_all else dq
-        lo, hi = bounds.columns_to(q.device)
-        k_blocks = -(-Sk // KEYS)
+        is_wide = max(D, Dv) > 128
+        block_d, block_dv = (max(128 if is_wide else 64, padded(dim)) for dim in (D, Dv))
+        keys_of_tile = ROWS if is_wide else KEYS
+        k_blocks = -(-Sk // keys_of_tile)
         row_bytes = Sq * (D + Dv) * 4 * (Hq // Hk)
-        q_stages, dout_stages = backward_stages(max(block_d, block_dv))
+        group = backward_group(B * Hk, k_blocks, row_bytes, bounds.shape == "full")
+        lo, hi = bounds.columns_to(q.device)
         keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
+        inputs = (
+            described(q, ROWS, block_d), keys, values, described(rows.dout, ROWS, block_dv),
+            _described_rows(rows.lse), _described_rows(rows.delta),
+        )  # fmt: skip
+        results = (
+            described(dk, ROWS, block_d, is_written=True) if is_all else keys,
+            described(dv, ROWS, block_dv, is_written=True) if is_all else values,
+        )
+        numbers = (
+            lo, hi, dk.stride(0), dv.stride(0), _batch_stride(lo), B, Hq, Hk, Sq, Sk, group, D, Dv, score.factor,
+        )  # fmt: skip
+        constants = {
+            "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SHAPE": bounds.shape, "STORE": is_all,
+            "num_warps": 4, "maxnreg": 168,
+        }  # fmt: skip
         with torch.cuda.device(q.device):
-            backward_kernel[(k_blocks * B * Hk,)](
-                described(q, ROWS, block_d), keys, values, described(rows.dout, ROWS, block_dv),
-                _described_rows(rows.lse), _described_rows(rows.delta),
-                described(total, ROWS, block_d // 2, is_written=True),
-                described(dk, ROWS, block_d, is_written=True) if is_all else keys,
-                described(dv, ROWS, block_dv, is_written=True) if is_all else values,
-                dk, dv, lo, hi, dk.stride(0), dv.stride(0), _batch_stride(lo), B, Hq, Hk, Sq, Sk,
-                backward_group(B * Hk, k_blocks, row_bytes, bounds.shape == "full"), D, Dv, score.factor,
-                BLOCK_D=block_d, BLOCK_DV=block_dv, Q_STAGES=q_stages, DOUT_STAGES=dout_stages, SHAPE=bounds.shape,
-                STORE=is_all, num_warps=4, maxnreg=168,
-            )  # fmt: skip
+            if is_wide:
+                wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, total, dk, dv, *numbers, **constants)
+            else:
+                q_stages, dout_stages = backward_stages(max(block_d, block_dv))
+                backward_kernel[(k_blocks * B * Hk,)](
+                    *inputs, described(total, ROWS, block_d // 2, is_written=True), *results, dk, dv, *numbers,
+                    Q_STAGES=q_stages, DOUT_STAGES=dout_stages, **constants,
+                )  # fmt: skip
         if total is not dq:
             dq.copy_(total)
 

@@ -29,6 +29,11 @@ def forward_keys(block_d: int, block_dv: int) -> int:
     return 128 if max(block_d, block_dv) <= 128 else 64
 
 
+def takes_turns(block_d: int, shape: str) -> bool:
+    """Whether the warpgroups start their products in turn, which keeps those of one under the exponentials of the other."""
+    return shape == "full"
+
+
 def forward_order(heads: int, group: int, q_blocks: int, key_bytes: int, is_full: bool) -> Order:
     """heads: batch rows x query heads; group: query heads of a key head; key_bytes: keys and values of one key head.
 
