@@ -42,8 +42,10 @@ def interleaved(
         for _ in range(warmup):
             run()
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, run in candidates.items():
+    order = list(candidates.items())
+    for i in range(rounds):
+        # Each takes each place: the GPU rests between rounds, and whoever comes first finds it at another clock.
+        for name, run in order[i % len(order) :] + order[: i % len(order)]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             if head_start_ms:
                 torch.cuda._sleep(int(head_start_ms * 2e6))  # cycles, at most 2 GHz

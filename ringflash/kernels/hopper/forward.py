@@ -56,20 +56,17 @@ class Shared:
 
 
 @gluon.jit
-def _place(tile, q_blocks, heads, GROUP, BAND):
+def _place(tile, q_blocks, heads, GROUP):
     """(batch row x head, block of queries) of a tile.
 
-    Blocks come in bands of BAND, the last band first; in a band GROUP heads at a time, so that their keys stay in L2; in
-    a group the last block first, which under a causal mask is the longest, and neighbours in time are neighbouring heads.
+    GROUP heads at a time, so that their keys stay in L2; in a group the last block first, which under a causal mask is the
+    longest, and neighbours in time are neighbouring heads.
     """
-    band = tile // (heads * BAND)
-    tile -= band * heads * BAND
-    blocks = gl.minimum(BAND, q_blocks - band * BAND)
-    group = tile // (GROUP * blocks)
-    tile -= group * GROUP * blocks
+    group = tile // (GROUP * q_blocks)
+    tile -= group * GROUP * q_blocks
     members = gl.minimum(GROUP, heads - group * GROUP)
     block = tile // members
-    return group * GROUP + tile - block * members, q_blocks - 1 - band * BAND - block
+    return group * GROUP + tile - block * members, q_blocks - 1 - block
 
 
 @gluon.jit
@@ -140,7 +137,7 @@ def _load_queries(desc, shared, b, head, row, turn, c: gl.constexpr, BYTES: gl.c
 
 @gluon.jit
 def _load(
-    shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BAND,
+    shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """The load warp. SKIP: tiles that see no key need no visit."""
@@ -154,7 +151,7 @@ def _load(
     turn = 0
     n = 0
     tile = gl.program_id(0)
-    head, block = _place(tile, q_blocks, heads, GROUP, BAND)
+    head, block = _place(tile, q_blocks, heads, GROUP)
     row = block * 2 * ROWS
     b = head // Hq
     begin, n_left, n_full, n_all = _visited(
@@ -193,7 +190,7 @@ def _load(
             turn += 1
         # What comes next is looked up while this tile is computed.
         tile = gl.num_programs(0) + next_tile(counter_ptr, tiles)
-        head, block = _place(gl.minimum(tile, tiles - 1), q_blocks, heads, GROUP, BAND)
+        head, block = _place(gl.minimum(tile, tiles - 1), q_blocks, heads, GROUP)
         row = block * 2 * ROWS
         b = head // Hq
         begin, n_left, n_full, n_all = _visited(
@@ -414,10 +411,10 @@ def _attend(
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "BAND", "VALUE_DIM"])
+@gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "VALUE_DIM"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
-    stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, BAND, scale,
+    stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, scale,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, INTO: gl.constexpr,
     ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
@@ -466,7 +463,7 @@ def forward_kernel(
                 VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q, TAKE_TURNS,
             )),
             (_load, (
-                shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BAND,
+                shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
                 BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED,
             )),
         ],

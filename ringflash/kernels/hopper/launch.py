@@ -19,8 +19,8 @@ from ringflash.kernels.hopper.tuning import (
     QUERIES,
     backward_group,
     backward_stages,
+    forward_group,
     forward_keys,
-    forward_order,
     padded,
     takes_turns,
 )
@@ -79,14 +79,14 @@ class Hopper(Backend):
         block_k = forward_keys(block_d, block_dv)
         lo, hi = bounds.to(q.device)
         q_blocks = -(-Sq // QUERIES)
-        order = forward_order(B * Hq, Hq // Hk, q_blocks, Sk * (D + Dv) * q.element_size(), bounds.shape == "full")
+        group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
         values = described(v, block_k, block_dv)
         with torch.cuda.device(q.device):
             forward_kernel[(min(q_blocks * B * Hq, _multiprocessors(q.device)),)](
                 described(q, ROWS, block_d), described(k, block_k, block_d), values,
                 described(partial.out, ROWS, block_dv, is_written=True) if is_last else values,
                 partial.out, before, partial.lse, lo, hi, _counter(q.device), _batch_stride(lo),
-                B, Hq, Hk, Sq, Sk, Dv, order.group, order.band, score.factor,
+                B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
                 BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
                 ROUNDED=is_last, OUT_IN_Q=block_d == block_dv == 256,
                 TAKE_TURNS=takes_turns(block_d, bounds.shape), num_warps=4, maxnreg=168,
@@ -117,8 +117,7 @@ class Hopper(Backend):
         block_d, block_dv = (max(128 if is_wide else 64, padded(dim)) for dim in (D, Dv))
         keys_of_tile = ROWS if is_wide else KEYS
         k_blocks = -(-Sk // keys_of_tile)
-        row_bytes = Sq * (D + Dv) * 4 * (Hq // Hk)
-        group = backward_group(B * Hk, k_blocks, row_bytes, bounds.shape == "full")
+        group = backward_group(Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
         lo, hi = bounds.columns_to(q.device)
         keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
         inputs = (
