@@ -362,6 +362,33 @@ def test_memory_past_the_last_key_has_no_effect(target):
 
 
 @pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("dim", [16, 128, 256])
+def test_keys_that_no_query_sees_may_hold_anything(target, dim):
+    """Padding in a batch is often memory that nobody wrote: 0 * NaN must not reach outputs or gradients."""
+    _, dtype, device = target
+    x = draw(batch=2, queries=150, heads=(2, 1), dim=dim, dtype=dtype, device=device)
+    backend, score = get(target, dim, heads=(2, 1))
+    backward, _ = get(target, dim, heads=(2, 1), direction="backward")
+    bounds = plan(rf.Padding([0, 3], [150, 71], length=150) & rf.Causal(), rf.Contiguous(), 150)[0]
+
+    def run(k, v):
+        partial = backend.forward(x["q"], k, v, bounds, score)
+        out = partial.out.to(dtype)
+        rows = Rows(out, x["dout"], partial.lse, delta(out, x["dout"], None), False)
+        gradients = [torch.zeros(t.shape, dtype=partial.out.dtype, device=device) for t in (x["q"], k, v)]
+        backward.backward(x["q"], k, v, rows, bounds, score, *gradients, False)
+        return [partial.out, partial.lse.nan_to_num(neginf=0.0, nan=torch.nan), *gradients]
+
+    clean = run(x["k"], x["v"])
+    k, v = x["k"].clone(), x["v"].clone()
+    for t in (k, v):
+        t[1, :3] = t[1, 71:] = torch.nan
+    for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), run(k, v), clean, strict=True):
+        assert not actual.isnan().any(), name
+        assert relative_error(actual, expected) < 1e-6, name
+
+
+@pytest.mark.parametrize("target", EXACT)
 def test_strided_views_of_one_projection_give_the_same_bits(target):
     _, dtype, device = target
     x = draw(queries=50, heads=(2, 2), dim=16, dtype=dtype, device=device)

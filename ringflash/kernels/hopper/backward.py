@@ -7,7 +7,7 @@ register operands of dV and dK. dq of a row block needs dS of all 128 keys: each
 Source: Shah et al., arXiv:2407.08608; Dao, arXiv:2307.08691.
 """
 
-from ringflash.kernels.hopper.device import LOG2_E, exp2, meet, signal
+from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, signal
 from ringflash.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -212,7 +212,7 @@ def _hand_over_dq(shared, dq, c: gl.constexpr, n, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.constexpr):
-    """The rows that see each key of this warpgroup; none for keys past the last."""
+    """Write the rows that see each key of this warpgroup, none for keys past the last; (first key seen, end of those)."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     keys = key + gl.arange(0, KEYS, layout=L)
     inside = keys < Sk
@@ -227,6 +227,14 @@ def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.con
         hi = gl.where(inside, Sq, 0)
     ends.index(2 * c).store(lo)
     ends.index(2 * c + 1).store(hi)
+    if SHAPE == "rows":
+        place = gl.arange(0, KEYS, layout=L)
+        seen_from = gl.min(gl.where(lo < hi, place, KEYS), axis=0)
+        seen_until = gl.max(gl.where(lo < hi, place, -1), axis=0) + 1
+    else:
+        seen_from = key * 0
+        seen_until = seen_from + KEYS
+    return seen_from, seen_until
 
 
 @gluon.jit
@@ -246,8 +254,6 @@ def _visit_rows(
     dv = gl.full([KEYS, BLOCK_DV], 0.0, gl.float32, layout=LV)
     zero = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LS)
     zero_dq = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LQ)
-    mbarrier.wait(shared.kv_full.index(0), 0)
-    mbarrier.wait(shared.kv_full.index(1), 0)
     block = 0
     for n in range(n_all * group):
         # Zero, but the compiler does not know: it would keep the descriptors of k and v in registers, which are short.
@@ -310,8 +316,6 @@ def _visit_rows_ahead(
     zero = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LS)
     zero_dq = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LQ)
     steps = n_all * group
-    mbarrier.wait(shared.kv_full.index(0), 0)
-    mbarrier.wait(shared.kv_full.index(1), 0)
     # Keys that nobody sees have no rows to wait for; what is formed of the memory as it is goes nowhere.
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
@@ -385,9 +389,16 @@ def _differentiate(
     begin, n_left, n_full, n_all = visited(
         lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, 2 * KEYS, SHAPE
     )
-    write_ends(shared.ends, c, lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE)
-    # The warpgroup reads what its own threads have written, and the other's barrier does not matter.
-    warpgroup_barrier()
+    seen_from, seen_until = write_ends(
+        shared.ends, c, lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE
+    )
+    mbarrier.wait(shared.kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full.index(1), 0)
+    if SHAPE == "rows":
+        if (seen_from > 0) | (seen_until < KEYS):
+            clear_rows(shared.k.index(c).reshape([KEYS, BLOCK_D]), seen_from, seen_until, KEYS, BLOCK_D)
+            clear_rows(shared.v.index(c).reshape([KEYS, BLOCK_DV]), seen_from, seen_until, KEYS, BLOCK_DV)
+    warpgroup_barrier()  # what one warp has written all may read; the other warpgroup waits before it reads any of this
     if DOUT_STAGES == 3:
         dk, dv = _visit_rows_ahead(
             c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, Q_STAGES

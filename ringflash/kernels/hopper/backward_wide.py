@@ -8,7 +8,7 @@ There is no shared memory left for tiles of dq, so they are added into global me
 """
 
 from ringflash.kernels.hopper.backward import add_sums, hide, place, visited, write_ends
-from ringflash.kernels.hopper.device import LOG2_E, exp2, meet, signal
+from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, signal
 from ringflash.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -184,15 +184,20 @@ def _differentiate(
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
     begin, n_left, n_full, n_all = visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS, SHAPE)
-    if c == 0:
-        write_ends(shared.ends, 0, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE)
-        warpgroup_barrier()
+    seen_from, seen_until = write_ends(shared.ends, c, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE)
     dk = gl.full([KEYS, HALF], 0.0, gl.float32, layout=LK)
     dv = gl.full([KEYS, HALF_V], 0.0, gl.float32, layout=LV)
     zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=LQ)
     steps = n_all * group
     mbarrier.wait(shared.kv_full.index(0), 0)
     mbarrier.wait(shared.kv_full.index(1), 0)
+    if SHAPE == "rows":
+        if (seen_from > 0) | (seen_until < KEYS):
+            if c == 0:
+                clear_rows(shared.k.reshape([KEYS, BLOCK_D]), seen_from, seen_until, KEYS, BLOCK_D)
+            else:
+                clear_rows(shared.v.reshape([KEYS, BLOCK_DV]), seen_from, seen_until, KEYS, BLOCK_DV)
+    warpgroup_barrier()  # what one warp has written all may read; the other warpgroup waits before it reads any of this
     if steps > 0:
         x = _issue_scores(c, shared, 0, 0, BLOCK_D, BLOCK_DV, LS, True)
         x = warpgroup_mma_wait(num_outstanding=0, deps=[x])
@@ -286,7 +291,7 @@ def wide_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
         gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], scores),
         gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], scores),
-        gl.allocate_shared_memory(gl.int32, [2, KEYS], plain),
+        gl.allocate_shared_memory(gl.int32, [4, KEYS], plain),
         gl.allocate_shared_memory(gl.int32, [ROWS], plain),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),

@@ -1,6 +1,6 @@
 """What the kernels say to the hardware beside products and copies: named barriers, the tile counter, exp2."""
 
-from ringflash.kernels.hopper.gluon import gl, gluon
+from ringflash.kernels.hopper.gluon import fence_async_shared, gl, gluon
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -52,3 +52,19 @@ def next_tile(counter_ptr, tiles):
 @gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def clear_rows(tile, seen_from, seen_until, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros in a 16-bit tile [ROWS, COLUMNS] outside of rows [seen_from, seen_until): no pair of the tile that is seen
+    has a part in these, but they may hold NaN, and 0 * NaN would.
+    """
+    AT_ONCE: gl.constexpr = 16
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    for i in gl.static_range(ROWS // AT_ONCE):
+        if (i * AT_ONCE < seen_from) | ((i + 1) * AT_ONCE > seen_until):
+            rows = tile.slice(i * AT_ONCE, AT_ONCE, dim=0)
+            row = i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, L))
+            x = rows.load(L)
+            rows.store(gl.where(((row >= seen_from) & (row < seen_until))[:, None], x, gl.full_like(x, 0.0)))
+    fence_async_shared()

@@ -7,7 +7,7 @@ product Q K^T of one block runs together with P V of the block before, and the s
 Source: Shah et al., arXiv:2407.08608.
 """
 
-from ringflash.kernels.hopper.device import LOG2_E, exp2, meet, next_tile, signal
+from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, next_tile, signal
 from ringflash.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -29,8 +29,8 @@ TURN = gl.constexpr(12)
 STAGES = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 # What the load warp says of a tile: batch row x head, or -1 for no more; first query; first key; key blocks that hide
-# something at their left end, those before the ones that hide something at their right end, and all.
-FACTS = gl.constexpr(6)
+# something at their left end, those before the ones that hide something at their right end, and all; keys seen.
+FACTS = gl.constexpr(7)
 
 
 @aggregate
@@ -71,7 +71,7 @@ def _place(tile, q_blocks, heads, GROUP):
 
 @gluon.jit
 def _visited(lo_ptr, hi_ptr, row, Sq, Sk, BLOCK_K: gl.constexpr, SHAPE: gl.constexpr):
-    """(first key, blocks that hide keys at the left, end of the blocks that show all, all blocks) of 2 ROWS queries.
+    """(first key, blocks that hide keys at the left, end of those that show all, all blocks, keys) of 2 ROWS queries.
 
     As split_blocks of the Triton kernels: ends grow along the rows, so those of the first and the last row say it all.
     """
@@ -94,11 +94,11 @@ def _visited(lo_ptr, hi_ptr, row, Sq, Sk, BLOCK_K: gl.constexpr, SHAPE: gl.const
     n_all = (gl.maximum(end - begin, 0) + BLOCK_K - 1) // BLOCK_K
     n_left = gl.minimum((gl.maximum(all_from - begin, 0) + BLOCK_K - 1) // BLOCK_K, n_all)
     n_full = gl.maximum(gl.maximum(all_until - begin, 0) // BLOCK_K, n_left)
-    return begin, n_left, n_full, n_all
+    return begin, n_left, n_full, n_all, end - begin
 
 
 @gluon.jit
-def _publish(shared, turn, head, row, begin, n_left, n_full, n_all):
+def _publish(shared, turn, head, row, begin, n_left, n_full, n_all, keys):
     """Say what the next tile is, once both warpgroups have read what the tile before was."""
     mbarrier.wait(shared.facts_free, (turn & 1) ^ 1)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -109,6 +109,7 @@ def _publish(shared, turn, head, row, begin, n_left, n_full, n_all):
     shared.facts.index(3).store(zero + n_left)
     shared.facts.index(4).store(zero + n_full)
     shared.facts.index(5).store(zero + n_all)
+    shared.facts.index(6).store(zero + keys)
     mbarrier.arrive(shared.facts_full, count=1)
 
 
@@ -154,7 +155,7 @@ def _load(
     head, block = _place(tile, q_blocks, heads, GROUP)
     row = block * 2 * ROWS
     b = head // Hq
-    begin, n_left, n_full, n_all = _visited(
+    begin, n_left, n_full, n_all, keys = _visited(
         lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, BLOCK_K, SHAPE
     )
     while tile < tiles:
@@ -168,7 +169,7 @@ def _load(
         if not SKIP:
             blocks = gl.maximum(n_all, 1)
         if blocks > 0:
-            _publish(shared, turn, head, row, begin, n_left, n_full, blocks)
+            _publish(shared, turn, head, row, begin, n_left, n_full, blocks, keys)
             # In the order of use: Q of one warpgroup, K, Q of the other, V.
             _load_queries(q_desc, shared, this_b, h, this_row, turn, 0, Q_BYTES)
             _load_block(
@@ -193,7 +194,7 @@ def _load(
         head, block = _place(gl.minimum(tile, tiles - 1), q_blocks, heads, GROUP)
         row = block * 2 * ROWS
         b = head // Hq
-        begin, n_left, n_full, n_all = _visited(
+        begin, n_left, n_full, n_all, keys = _visited(
             lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, BLOCK_K, SHAPE
         )
         for i in range(1, blocks):
@@ -201,7 +202,7 @@ def _load(
             _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES)
             _load_block(v_desc, shared.v, shared.v_full, VALUES_FREE, this_b, hk, key, n, V_BYTES)
             n += 1
-    _publish(shared, turn, -1, 0, 0, 0, 0, 0)
+    _publish(shared, turn, -1, 0, 0, 0, 0, 0, 0)
     # Take what is signalled after the last use, so that no barrier is left half full.
     for i in gl.static_range(STAGES):
         if n > i:
@@ -336,6 +337,7 @@ def _attend(
         n_left = _fact(shared, 3)
         n_full = _fact(shared, 4)
         block = _fact(shared, 5) - 1
+        unseen_from = _fact(shared, 6) - block * BLOCK_K
         mbarrier.arrive(shared.facts_free, count=1)
         b = head // Hq
         rows = row + gl.arange(0, ROWS, layout=L)
@@ -365,6 +367,11 @@ def _attend(
         pivot = gl.where(row_max == float("-inf"), 0.0, row_max) * scale_log2
         p = exp2(s * scale_log2 - pivot[:, None])
         row_sum = gl.sum(p, axis=1)
+        if SHAPE == "rows":
+            if unseen_from < BLOCK_K:
+                mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
+                # Both warpgroups write the same zeros, each before its own product.
+                clear_rows(shared.v.index(stage).reshape([BLOCK_K, BLOCK_DV]), 0, unseen_from, BLOCK_K, BLOCK_DV)
         n += 1
         block -= 1
 
