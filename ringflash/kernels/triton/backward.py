@@ -153,6 +153,13 @@ def key_gradient_kernel(
     v_base = v_ptr + b * stride_vb + hk.to(tl.int64) * stride_vh
     k = load_rows(k_base, key, 0, Sk, stride_ks, HEAD_DIM, BLOCK_K, BLOCK_D, True)  # [BLOCK_K, BLOCK_D]
     v = load_rows(v_base, key, 0, Sk, stride_vs, VALUE_DIM, BLOCK_K, BLOCK_DV, True)  # [BLOCK_K, BLOCK_DV]
+    if not IS_CAUSAL:
+        # What no row sees may hold NaN, as padding does.
+        is_seen = tl.load(lo_ptr + offs_k, mask=offs_k < Sk, other=0) < tl.load(
+            hi_ptr + offs_k, mask=offs_k < Sk, other=0
+        )
+        k = tl.where(is_seen[:, None], k, 0.0)
+        v = tl.where(is_seen[:, None], v, 0.0)
     keys_at = offs_k
     if HAS_ALIBI or HAS_DROPOUT:
         keys_at = tl.load(keys_at_ptr + offs_k, mask=in_keys, other=0)
