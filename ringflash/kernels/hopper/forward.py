@@ -7,7 +7,7 @@ product Q K^T of one block runs together with P V of the block before, and the s
 Source: Shah et al., arXiv:2407.08608.
 """
 
-from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, next_tile, signal
+from ringflash.kernels.hopper.device import LN_2, LOG2_E, clear_rows, exp2, meet, next_tile, signal
 from ringflash.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -244,16 +244,19 @@ def _step(
         signal(TURN + 1 - c, 256)
     s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
     signal(KEYS_FREE + stage, 2 * 128 + 32)
+    # Maxima are in log2 units and rounded once, so that what was formed before and what is formed now share their pivots.
     if MASKED:
-        s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
-    new_max = gl.maximum(row_max, gl.max(s, axis=1))
-    pivot = new_max
-    if MASKED:
+        s = _hide(s * scale_log2, lo, hi, BLOCK_K, LEFT, LS)
+        new_max = gl.maximum(row_max, gl.max(s, axis=1))
         # Finite for rows that have seen nothing: -inf - (-inf) would be NaN.
         pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
-    pivot = pivot * scale_log2
-    shrink = exp2(row_max * scale_log2 - pivot)
-    p = exp2(s * scale_log2 - pivot[:, None])
+        p = exp2(s - pivot[:, None])
+    else:
+        # The scale is positive, so it commutes with the maximum and costs nothing inside the fused multiply-add.
+        new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
+        pivot = new_max
+        p = exp2(s * scale_log2 - pivot[:, None])
+    shrink = exp2(row_max - pivot)
     row_sum = row_sum * shrink + gl.sum(p, axis=1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     signal(VALUES_FREE + before, 2 * 128 + 32)
@@ -263,7 +266,7 @@ def _step(
 
 @gluon.jit
 def _finish(
-    shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, h, row, Sq, Hq, scale, VALUE_DIM,
+    shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, h, row, Sq, Hq, VALUE_DIM,
     c: gl.constexpr, BLOCK_DV: gl.constexpr, INTO: gl.constexpr, ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr,
     LO: gl.constexpr,
 ):  # fmt: skip
@@ -272,7 +275,7 @@ def _finish(
     row_max = gl.convert_layout(row_max, L)
     row_sum = gl.convert_layout(row_sum, L)
     weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
-    lse = gl.where(row_sum > 0.0, row_max * scale + gl.log(row_sum), float("-inf"))
+    lse = gl.where(row_sum > 0.0, row_max * LN_2 + gl.log(row_sum), float("-inf"))
     rows = row + gl.arange(0, ROWS, layout=L)
     inside = rows < Sq
     lse_ptrs = lse_ptr + head.to(gl.int64) * Sq + rows
@@ -362,10 +365,9 @@ def _attend(
         s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
         signal(KEYS_FREE + stage, 2 * 128 + 32)
-        s = _hide(s, lo - block * BLOCK_K, hi - block * BLOCK_K, BLOCK_K, LEFT, LS)
+        s = _hide(s * scale_log2, lo - block * BLOCK_K, hi - block * BLOCK_K, BLOCK_K, LEFT, LS)
         row_max = gl.max(s, axis=1)
-        pivot = gl.where(row_max == float("-inf"), 0.0, row_max) * scale_log2
-        p = exp2(s * scale_log2 - pivot[:, None])
+        p = exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
         row_sum = gl.sum(p, axis=1)
         if SHAPE == "rows":
             if unseen_from < BLOCK_K:
@@ -408,7 +410,7 @@ def _attend(
         signal(VALUES_FREE + before, 2 * 128 + 32)
         _finish(
             shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, head - b * Hq, row, Sq, Hq,
-            scale, VALUE_DIM, c, BLOCK_DV, INTO, ROUNDED, OUT_IN_Q, LO,
+            VALUE_DIM, c, BLOCK_DV, INTO, ROUNDED, OUT_IN_Q, LO,
         )  # fmt: skip
         if OUT_IN_Q:
             signal(QUERIES_FREE + c, 128 + 32)
