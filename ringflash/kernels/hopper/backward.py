@@ -27,8 +27,9 @@ from ringflash.kernels.hopper.gluon import (
 QUERIES_FREE = gl.constexpr(5)  # 5 to 7
 DOUT_FREE = gl.constexpr(8)
 DS_WRITTEN = gl.constexpr(10)
-DQ_FULL = gl.constexpr(11)
-DQ_FREE = gl.constexpr(13)
+DS_READY = gl.constexpr(8)  # 8 to 11, by warpgroup and parity of the step; in place of the two above
+DQ_FULL = gl.constexpr(12)
+DQ_FREE = gl.constexpr(14)
 KEYS = gl.constexpr(64)  # of a warpgroup
 ROWS = gl.constexpr(64)  # of a step
 
@@ -332,7 +333,7 @@ def _visit_rows_ahead(
     ds = score_gradient(shared, p, dp, 0, scale, LS)
     shared.ds.index(c).store(ds.to(dtype))
     fence_async_shared()
-    meet(DS_WRITTEN, 256)
+    signal(DS_READY + 2 * c, 256)
     block = 0
     for n in range(steps):
         unknown = n >> 29  # as in _visit_rows
@@ -350,13 +351,15 @@ def _visit_rows_ahead(
         next_dout = shared.dout.index(next_stage).reshape([ROWS, BLOCK_DV])
         s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, next_dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        buffer = (n & 1) * 2
-        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        dq = warpgroup_mma(shared.ds.index(buffer).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(shared.ds.index(buffer + 1).permute((1, 0)), k_second, dq, is_async=True)
         dv = warpgroup_mma(p_t, shared.dout.index(stage).reshape([ROWS, BLOCK_DV]), dv, is_async=True)
         dk = warpgroup_mma(ds_t, shared.q.index(stage).reshape([ROWS, BLOCK_D]), dk, is_async=True)
+        parity = n & 1
+        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        # Only dq needs the other warpgroup, so it comes last and the two need not be in step.
+        meet(DS_READY + 2 * (1 - c) + parity, 256)
+        dq = warpgroup_mma(shared.ds.index(parity * 2).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(shared.ds.index(parity * 2 + 1).permute((1, 0)), k_second, dq, is_async=True)
         block += 1
         if block == n_all:
             block = 0
@@ -365,13 +368,16 @@ def _visit_rows_ahead(
         p = _probabilities(shared, s, next_stage, begin + block * ROWS, hides, scale_log2, c, LS)
         dp = warpgroup_mma_wait(num_outstanding=4, deps=[dp])
         ds = score_gradient(shared, p, dp, next_stage, scale, LS)
-        dq = warpgroup_mma_wait(num_outstanding=2, deps=[dq])
-        _hand_over_dq(shared, dq, c, n, BLOCK_D)
-        dv, dk = warpgroup_mma_wait(num_outstanding=0, deps=[dv, dk])
+        dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
         signal(QUERIES_FREE + stage, 2 * 128 + 32)
-        shared.ds.index((buffer ^ 2) + c).store(ds.to(dtype))
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=[dq])
+        # The other warpgroup has read what lies here: it said so with its share of this step, which was after its dq of
+        # the step before. With one barrier for both parities a second signal could come before the first is taken.
+        shared.ds.index((parity ^ 1) * 2 + c).store(ds.to(dtype))
         fence_async_shared()
-        meet(DS_WRITTEN, 256)
+        signal(DS_READY + 2 * c + (parity ^ 1), 256)
+        _hand_over_dq(shared, dq, c, n, BLOCK_D)
+    meet(DS_READY + 2 * (1 - c) + (steps & 1), 256)  # what was signalled last, so that no barrier is left half full
     return dk, dv
 
 
@@ -410,12 +416,11 @@ def _differentiate(
     if n_all > 0:
         meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
     if STORE:
-        # All products are done, so dk and dv leave through the memory of dq and, once both warpgroups are here, of ds.
+        # dk and dv leave through memory that only this warpgroup has used, and no longer does.
         dtype: gl.constexpr = shared.q.dtype
         dk_tile = shared.dq.index(c)._reinterpret(dtype, [1, 1, KEYS, BLOCK_D], dk_desc.layout)
         dk_tile.reshape([KEYS, BLOCK_D]).store(dk.to(dtype))
-        meet(DS_WRITTEN, 256)
-        dv_tile = shared.ds._reinterpret(dtype, [2, 1, 1, KEYS, BLOCK_DV], dv_desc.layout).index(c)
+        dv_tile = shared.v.index(c)
         dv_tile.reshape([KEYS, BLOCK_DV]).store(dv.to(dtype))
         fence_async_shared()
         tma_store(dk_desc, [b, hk, key, 0], dk_tile)
