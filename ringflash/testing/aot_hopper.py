@@ -34,7 +34,7 @@ from ringflash.kernels.score import Score
 from ringflash.schedule.tiles import Bounds, Shape
 from ringflash.testing.machine_code import Loop, Usage, disassembly, product_loops, resources
 
-TOKENS, QUERY_HEADS, KEY_HEADS = 256, 2, 1  # no kernel is compiled for them
+TOKENS, QUERY_HEADS, KEY_HEADS = 256, 2, 1  # any would do: kernels are not compiled for sizes
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -69,8 +69,8 @@ class HopperUsage(Usage):
     loops: list[Loop]  # those that hold products, each warpgroup its own
 
 
-# (head dim, value dim), shape, is_into, is_whole. Every head dim that has tiles of its own with every shape, 192 apart,
-# whose tiles are those of 256 and 128; every way to store. All products would take ten minutes.
+# (head dim, value dim), shape, is_into, is_whole. Every head dim that has tiles of its own, with the shapes and ways to
+# store that spill most; 64 and 128 with every shape. All products would take ten minutes.
 FORWARD: tuple[tuple[tuple[int, int], Shape, bool, bool], ...] = (
     ((64, 64), "full", False, True),
     ((64, 64), "causal", False, False),
@@ -80,7 +80,6 @@ FORWARD: tuple[tuple[tuple[int, int], Shape, bool, bool], ...] = (
     ((128, 128), "rows", False, False),
     ((192, 128), "rows", True, False),
     ((256, 256), "full", True, True),
-    ((256, 256), "causal", False, True),
     ((256, 256), "rows", True, False),
 )
 BACKWARD: tuple[tuple[tuple[int, int], Shape, bool], ...] = (
