@@ -16,6 +16,9 @@ Which Python runs a command, the first that fits:
 2. `.venv` with a view of the torch that the running Python has. Only what is missing is installed, and a constraints
    file holds torch and Triton at the versions that are there.
 3. `.venv` with a torch of its own: pip's where there is an NVIDIA GPU, a CPU build where there is none.
+
+Tests compile kernels with more than one release of Triton. Those that `.venv` does not have lie in `.venv/other-triton`;
+they come with `test` and `setup`, on Linux machines without a GPU.
 """
 
 from __future__ import annotations
@@ -51,6 +54,9 @@ INSTALLING = ENV / "ringflash-installing.txt"
 CPU_TORCH = "2.13.0"
 # The version that the CUDA builds of torch 2.11 bring, so the interpreter runs the kernels of the GPUs we measure on.
 CPU_TRITON = "3.6.0"
+# The releases that tests compile the Hopper kernels with: those that kernels/hopper/gluon.py knows.
+TRITONS = ("3.6.0", "3.8.0")
+OTHER_TRITON = ENV / "other-triton"  # a folder for each release that is not the one in .venv
 
 PIP = (str(ENV_PYTHON), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check")
 HOW_TO_BRING_A_TORCH = (
@@ -353,6 +359,31 @@ def missing_in_env(needed: list[Requirement]) -> list[str]:
     return missing
 
 
+def bring_other_tritons(python: str) -> None:
+    """Put the releases of Triton that .venv does not have into folders of their own; tests that find none are skipped.
+
+    Not for a Python that is used as it is, and not where a GPU runs the kernels with the Triton of its torch.
+    """
+    if sys.platform != "linux" or Path(python) != ENV_PYTHON or has_nvidia_gpu():
+        return
+    here = ask(python, "import triton; print(triton.__version__)")
+    for version in TRITONS:
+        folder = OTHER_TRITON / version
+        if release_of(version) == release_of(here) or folder.exists():
+            continue
+        target = ("--no-deps", "--target", str(folder), f"triton=={version}")
+        if not logged(f"installing triton {version}, which tests compile kernels with (250 MB)", *PIP, *target):
+            shutil.rmtree(folder, ignore_errors=True)
+            fail(
+                f"pip could not install triton {version} into {folder}.\n{log_tail()}\nThe whole log: {LOG}. Once that is "
+                f"mended, run this again; `{python} -m pytest -m 'not gpu'` runs the tests that do without"
+            )
+
+
+def release_of(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
 def pip_install(what: str, *arguments: str) -> None:
     if not logged(f"installing {what}", *PIP, *arguments):
         fail(f"pip could not install {what}.\n{log_tail()}\nThe whole log: {LOG}. Once that is mended, run this again")
@@ -422,7 +453,9 @@ def train(arguments: list[str]) -> None:
 
 def test(arguments: list[str]) -> None:
     # Without GPUs in sight the kernels run under Triton's interpreter: the same verdict on every machine.
-    pytest = [python_for("test"), "-m", "pytest", "-m", "not gpu", *arguments]
+    python = python_for("test")
+    bring_other_tritons(python)
+    pytest = [python, "-m", "pytest", "-m", "not gpu", *arguments]
     become(pytest, CUDA_VISIBLE_DEVICES="", **unless_set(**SLEEPING_THREADS))
 
 
@@ -459,7 +492,7 @@ def bench(arguments: list[str]) -> None:
 def setup(arguments: list[str]) -> None:
     if arguments:
         fail(f"setup takes no arguments, got {' '.join(arguments)}")
-    python_for("setup")
+    bring_other_tritons(python_for("setup"))
 
 
 COMMANDS = {"train": train, "test": test, "check": check, "test-gpu": test_gpu, "bench": bench, "setup": setup}

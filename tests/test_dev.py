@@ -190,6 +190,51 @@ def env(monkeypatch, tmp_path):
     return place
 
 
+@pytest.fixture
+def tritons(env, machine, monkeypatch):
+    """Says which Triton is in .venv and brings the others; returns what was installed."""
+    monkeypatch.setattr(dev, "OTHER_TRITON", env / "other-triton")
+
+    def bring(here: str, *, python: str | None = None, **facts) -> list[str]:
+        commands = machine(**facts)
+        monkeypatch.setattr(dev, "ask", lambda python, code: here)
+        dev.bring_other_tritons(python or str(dev.ENV_PYTHON))
+        return commands.run
+
+    return bring
+
+
+def test_the_tests_get_each_release_of_triton_that_kernels_know():
+    shim = (dev.ROOT / "ringflash/kernels/hopper/gluon.py").read_text(encoding="utf-8")
+    known = re.search(r"^VERSIONS = \((.*)\)$", shim, re.M)[1]
+    assert [dev.release_of(version) for version in dev.TRITONS] == re.findall(r'"([\d.]+)"', known)
+    assert dev.CPU_TRITON in dev.TRITONS
+
+
+@pytest.mark.parametrize(
+    ("here", "brought"), [("3.6.0", ["3.8.0"]), ("3.8.1+vendor", ["3.6.0"]), ("3.7.0", ["3.6.0", "3.8.0"])]
+)
+def test_a_release_of_triton_that_the_environment_lacks_gets_a_folder_of_its_own(tritons, here, brought):
+    assert tritons(here) == [f"--no-deps --target {dev.OTHER_TRITON / v} triton=={v}" for v in brought]
+
+
+def test_a_release_of_triton_that_is_there_is_not_installed_again(tritons):
+    (dev.OTHER_TRITON / "3.8.0").mkdir(parents=True)
+    assert tritons("3.6.0") == []
+
+
+@pytest.mark.parametrize("facts", [{"gpu": True}, {"platform": "darwin"}, {"python": sys.executable}], ids=str)
+def test_no_other_triton_for_gpus_other_systems_and_a_python_used_as_it_is(tritons, facts):
+    assert tritons("3.6.0", **facts) == []
+
+
+def test_a_triton_that_cannot_be_installed_is_an_error_that_says_how_to_do_without(tritons):
+    with pytest.raises(SystemExit, match="could not install triton 3.8.0 into .*other-triton") as error:
+        tritons("3.6.0", failing=("3.8.0",))
+    assert "the end of the log" in str(error.value)
+    assert "-m pytest -m 'not gpu'` runs the tests that do without" in str(error.value)
+
+
 def test_a_python_without_venv_is_told_what_to_install(env, monkeypatch):
     monkeypatch.setattr(dev.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"apt install python3\.\d+-venv"):

@@ -8,13 +8,9 @@ Runs in a process of its own, because kernels imported under Triton's interprete
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +21,7 @@ from triton.compiler import ASTSource
 from ringflash.kernels.triton.backward import key_gradient_kernel, query_gradient_kernel
 from ringflash.kernels.triton.forward import forward_kernel
 from ringflash.kernels.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, Tiles, padded, tiles
+from ringflash.testing.machine_code import Usage, resources
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP32_POINTERS = ("before_ptr", "out_ptr", "lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "slopes_ptr")
@@ -50,15 +47,6 @@ class Variant:
         flag = "" if self.flag is None else f" {self.flag[0]}={self.flag[1]}"
         flag += " scored" if self.is_scored else " causal" if self.is_causal else ""
         return f"{self.kernel.__name__} d{self.head_dim} {SHORT[self.dtype]} sm_{self.capability}{flag}"
-
-
-@dataclass(frozen=True)
-class Usage:
-    name: str
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    tensor_memory_columns: int  # Blackwell's; a kernel that wants more than there are is compiled to a trap
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -131,24 +119,10 @@ def compile_variant(variant: Variant) -> Usage:
         target=GPUTarget("cuda", variant.capability, 32),
         options={"num_warps": variant.tiles.num_warps, "num_stages": variant.tiles.num_stages},
     )
-    registers, stack = _resources(compiled.asm["cubin"])
+    registers, stack = resources(compiled.asm["cubin"])
     return Usage(
         variant.name, registers, stack, compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0
     )
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack frame) of a thread. These kernels index no local arrays, so the stack is spills."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.findall(r"REG:(\d+) STACK:(\d+)", text.stdout)
-    if not found:
-        raise RuntimeError(f"cuobjdump printed no resource usage: {text.stdout[:500]}")
-    # A kernel may come in several parts; the largest counts.
-    return max(int(registers) for registers, _ in found), max(int(stack) for _, stack in found)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """choose(): the device's preference, names that insist, and reasons that are kept."""
 
+import sys
 import warnings
 
 import pytest
 import torch
+import triton
+from triton.experimental.gluon.language.nvidia import hopper as gluon_hopper
 
 import ringflash as rf
 from ringflash.kernels.backend import Call, choose
+from ringflash.kernels.hopper import launch as hopper
 from ringflash.kernels.score import Score
 
 
@@ -77,6 +81,48 @@ def test_an_unknown_name_lists_the_known_ones():
         ValueError, match="backend = 'fast'; must be None or one of 'hopper', 'triton', 'cudnn', 'flash', 'reference'"
     ):
         choose(call(), "fast")
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch):
+    """A call for a GPU that is not here but of the right kind."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    choose.cache_clear()
+    yield call(device=torch.device("cuda", 0), dtype=torch.float16)
+    choose.cache_clear()
+
+
+def test_the_hopper_kernels_serve_with_the_triton_they_know(hopper_gpu):
+    assert choose(hopper_gpu).backend.name == "hopper"
+
+
+def test_another_triton_is_named_and_the_triton_kernels_serve(hopper_gpu, monkeypatch):
+    monkeypatch.setattr(hopper, "VERSION", "3.9")
+    reason = "triton 3.9 is not one of 3.6, 3.8, which its kernels were compiled and tested with"
+    chosen = choose(hopper_gpu)
+    assert chosen.backend.name == "triton"
+    assert chosen.refusals == (("hopper", reason),)
+    with pytest.raises(NotImplementedError, match=reason):
+        choose(hopper_gpu, "hopper")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(gluon_hopper, "mbarrier"), (gluon_hopper.tma, "store_wait")],
+    ids=["mbarrier", "tma.store_wait"],
+)
+def test_a_triton_that_names_things_otherwise_is_a_reason_and_no_crash(hopper_gpu, monkeypatch, owner, name):
+    for module in [module for module in sys.modules if module.startswith("ringflash.kernels.hopper.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    monkeypatch.delattr(owner, name)
+    chosen = choose(hopper_gpu)
+    assert chosen.backend.name == "triton"
+    ((backend, reason),) = chosen.refusals
+    assert backend == "hopper"
+    assert reason.startswith("triton 3.9 has other names than 3.6 and 3.8: ")
+    assert name in reason
 
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])

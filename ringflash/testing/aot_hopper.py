@@ -1,0 +1,215 @@
+"""Compile the Hopper kernels as the backend launches them, without a GPU, and read what they take from the machine code.
+
+    python -m ringflash.testing.aot_hopper forward        prints a JSON line per variant, and so does: backward
+
+The launch is the backend's own, up to the driver: tile sizes, arguments and options are those of a GPU. Which Triton
+compiles is decided by what is first on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+
+from ringflash.kernels.backend import Rows
+from ringflash.kernels.hopper import launch
+from ringflash.kernels.hopper.tuning import MULTIPROCESSORS
+from ringflash.kernels.partial import Partial, row_statistic
+from ringflash.kernels.score import Score
+from ringflash.schedule.tiles import Bounds, Shape
+from ringflash.testing.machine_code import Loop, Usage, disassembly, product_loops, resources
+
+TOKENS, QUERY_HEADS, KEY_HEADS = 256, 2, 1  # any would do: kernels are not compiled for sizes
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One launch. Forward: into what was there before, and rounded for good; backward: stored whole or added."""
+
+    direction: Literal["forward", "backward"]
+    head_dim: int
+    value_dim: int
+    shape: Shape
+    is_into: bool = False
+    is_whole: bool = False  # forward: the last keys; backward: all keys
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}/{self.value_dim}"
+        words = {
+            "forward": (("into", self.is_into), ("rounded", self.is_whole)),
+            "backward": (("stored", self.is_whole),),
+        }
+        modes = [word for word, is_so in words[self.direction] if is_so]
+        return " ".join([self.direction, dims, SHORT[self.dtype], self.shape, *modes])
+
+
+@dataclass(frozen=True)
+class HopperUsage(Usage):
+    triton: str
+    threads: int
+    is_serialized: bool  # ptxas saw an accumulator used early, and waits after each product
+    loops: list[Loop]  # those that hold products, each warpgroup its own
+
+
+# (head dim, value dim), shape, is_into, is_whole. Every head dim that has tiles of its own, with the shapes and ways to
+# store that spill most; 64 and 128 with every shape. All products would take ten minutes.
+FORWARD: tuple[tuple[tuple[int, int], Shape, bool, bool], ...] = (
+    ((64, 64), "full", False, True),
+    ((64, 64), "causal", False, False),
+    ((64, 64), "rows", True, True),
+    ((128, 128), "full", True, False),
+    ((128, 128), "causal", False, True),
+    ((128, 128), "rows", False, False),
+    ((192, 128), "rows", True, False),
+    ((256, 256), "full", True, True),
+    ((256, 256), "rows", True, False),
+)
+BACKWARD: tuple[tuple[tuple[int, int], Shape, bool], ...] = (
+    ((64, 64), "full", False),
+    ((64, 64), "causal", True),
+    ((64, 64), "rows", False),
+    ((128, 128), "full", True),
+    ((128, 128), "causal", False),
+    ((128, 128), "rows", True),
+)
+
+
+def variants(direction: str) -> Iterator[Variant]:
+    if direction == "forward":
+        for dims, shape, is_into, is_whole in FORWARD:
+            yield Variant("forward", *dims, shape, is_into, is_whole)
+        yield Variant("forward", 128, 128, "rows", is_whole=True, dtype=torch.float16)  # compiles like bf16
+    else:
+        for dims, shape, is_whole in BACKWARD:
+            yield Variant("backward", *dims, shape, is_whole=is_whole)
+
+
+class Sm90:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Stands where the launcher looks for a kernel: compiles for the arguments of the launch, and launches nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.result: Any = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile(*arguments: Any, **options: Any) -> None:
+            self.result = self.kernel.warmup(*arguments, grid=grid, **options)
+
+        return compile
+
+
+def compile_variant(variant: Variant) -> HopperUsage:
+    """Usage of one variant. What ptxas says is printed by Triton, hence caught; from its cache it would say nothing."""
+    name = f"{variant.direction}_kernel"
+    compiled = Compiled(getattr(launch, name))
+    log = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        patch.object(triton.knobs.cache, "dir", cache),
+        patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
+        patch.object(launch, name, compiled),
+        patch.object(launch, "_multiprocessors", lambda device: MULTIPROCESSORS),
+        patch.object(launch, "_counter", lambda device: torch.zeros(1, dtype=torch.int32)),
+        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+        redirect_stdout(log),
+    ):
+        (_forward if variant.direction == "forward" else _backward)(variant)
+    if "Compiling entry function" not in log.getvalue():
+        raise RuntimeError(f"{variant.name}: ptxas did not run, or Triton no longer prints its log: {log.getvalue()}")
+    metadata, cubin = compiled.result.metadata, compiled.result.asm["cubin"]
+    registers, stack = resources(cubin)
+    return HopperUsage(
+        variant.name,
+        registers,
+        stack,
+        metadata.shared,
+        0,
+        triton=triton.__version__,
+        threads=metadata.num_warps * 32,
+        is_serialized="wgmma.mma_async instructions are serialized" in log.getvalue(),
+        loops=product_loops(disassembly(cubin)),
+    )
+
+
+def _forward(variant: Variant) -> None:
+    q, k, v = _inputs(variant)
+    into = Partial.unset(q, variant.value_dim) if variant.is_into else None
+    score = Score().resolve(variant.head_dim)
+    launch.Hopper().forward(q, k, v, _bounds(variant.shape), score, into, variant.is_whole)
+
+
+def _backward(variant: Variant) -> None:
+    q, k, v = _inputs(variant)
+    dout = q.new_empty(1, TOKENS, QUERY_HEADS, variant.value_dim)
+    statistic = row_statistic(q, torch.float32)
+    dq, dk, dv = (torch.empty_like(x, dtype=None if variant.is_whole else torch.float32) for x in (q, k, v))
+    launch.Hopper().backward(
+        q, k, v, Rows(dout, dout, statistic, statistic, False), _bounds(variant.shape),
+        Score().resolve(variant.head_dim), dq, dk, dv, deterministic=False, is_all=variant.is_whole,
+    )  # fmt: skip
+
+
+def _inputs(variant: Variant) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.empty(1, TOKENS, QUERY_HEADS, variant.head_dim, dtype=variant.dtype)
+    k = q.new_empty(1, TOKENS, KEY_HEADS, variant.head_dim)
+    return q, k, q.new_empty(1, TOKENS, KEY_HEADS, variant.value_dim)
+
+
+def _bounds(shape: Shape) -> Bounds:
+    ends = torch.zeros(1, TOKENS, dtype=torch.int32)
+    positions = torch.arange(TOKENS)
+    return Bounds(TOKENS, TOKENS, lambda device: (ends, ends), lambda: (positions, positions), shape=shape)
+
+
+def line_of(variant: Variant) -> dict[str, Any]:
+    """What is printed of a variant."""
+    triton.runtime.driver.set_active(Sm90())
+    try:
+        return asdict(compile_variant(variant))
+    except (TritonError, RuntimeError) as error:  # of the compiler's stages; the other variants still count
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the outermost only names the call in the kernel's last line
+            cause = cause.__cause__
+        return {"name": variant.name, "triton": triton.__version__, "error": str(cause)}
+
+
+def main(directions: list[str]) -> None:
+    # Two at a time halve the three to four minutes that all variants of two releases take on a core.
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        for line in pool.map(line_of, [variant for direction in directions for variant in variants(direction)]):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
