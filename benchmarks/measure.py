@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import triton
 
+from ringflash.kernels.table import gpu_class
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -32,10 +34,6 @@ class Row:
     tflops: dict[str, float]
     efficiency: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-def hardware() -> str:
-    return torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
 def command() -> str:
@@ -80,7 +78,7 @@ def write(what: str, rows: list[Row], *, gpus: int, matmul: float, out: Path | N
         "command": command(),
         **meta,
     }
-    path = folder / f"{what}_{hardware()}_{date.today().isoformat()}.json"
+    path = folder / f"{what}_{gpu_class(torch.cuda.get_device_name())}_{date.today().isoformat()}.json"
     body = [{key: value for key, value in asdict(row).items() if value not in (None, {})} for row in rows]
     path.write_text(json.dumps({"meta": about, "rows": body}, indent=1) + "\n")
     path.with_suffix(".md").write_text(_markdown(what, about, rows, notes))
