@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from measure import Row, version, write
+from measure import Row, write
 
+from ringflash.cli.bench import versions
 from ringflash.cli.kernels import KERNELS, MASKS, Findings, Measured, Shape, line, measure, sentences
 from ringflash.cli.timing import matmul_tflops
 
@@ -164,7 +165,7 @@ def keep(arguments: argparse.Namespace, findings: Findings, ceiling: float) -> P
     return write(
         name(arguments), [as_row(row) for row in findings.rows], gpus=1, matmul=ceiling, out=arguments.out,
         notes="\n".join([NOTES, "", *(f"- {sentence}" for sentence in said(findings))]).strip(),
-        cudnn=torch.backends.cudnn.version(), flash_attn_4=version("flash-attn-4"),
+        cudnn=versions()["cudnn"], flash_attn_4=versions()["flash_attn_4"],
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,6 @@ def commit() -> str:
         return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=RESULTS.parent).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def write(what: str, rows: list[Row], *, gpus: int, matmul: float, out: Path | None, notes: str, **meta: Any) -> Path:

@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ringflash.kernels.backend import BACKENDS  # noqa: E402
+from ringflash.cli import bench  # noqa: E402
+from ringflash.cli.kernels import MASKS  # noqa: E402
 from ringflash.kernels.table import KernelTable, gpu_class  # noqa: E402
 
 # Of a result's meta: what a reader needs to know whether the figures still hold.
@@ -23,20 +24,19 @@ ABOUT = ("torch", "triton", "cudnn", "flash_attn_4", "commit", "date")
 
 
 def table(paths: list[Path]) -> KernelTable:
-    """Of all rows with a mask that tables tell apart; who is no backend, such as `ringflash` itself, is left out."""
+    """Of all rows with a mask that tables tell apart."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     metas = [result["meta"] for result in results]
     if len(gpus := {meta["gpu"] for meta in metas}) > 1:
         sys.exit(f"table: results of different GPUs, {', '.join(sorted(gpus))}; write a table for each")
     rows = [
-        (row["direction"], row["head_dim"], row["mask"], row["tokens"], speeds)
+        (row["direction"], row["head_dim"], row["mask"], row["tokens"], row["tflops"])
         for result in results
         for row in result["rows"]
-        if row["mask"] in ("full", "causal")
-        and (speeds := {name: tflops for name, tflops in row["tflops"].items() if name in BACKENDS})
+        if row["mask"] in MASKS
     ]
     about = {"results": [path.name for path in paths], **{name: metas[-1].get(name) for name in ABOUT}}
-    return KernelTable.of(metas[0]["gpu"], rows, about)
+    return bench.table(metas[0]["gpu"], rows, about)
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ class Shape:
         pairs = self.batch * plan(MASKS[self.mask], rf.Contiguous(), self.tokens).pairs
         return FACTORS[direction] * 4.0 * self.head_dim * self.query_heads * pairs
 
-    def rounds(self, most: int) -> int:
-        """Of the interleaved run. A call of 64k tokens takes a tenth of a second and varies little: a third will do."""
-        return most if self.tokens < 65536 else max(3, most // 3)
+    def rounds(self, most: int) -> tuple[int, int]:
+        """(timed, to warm up) of the interleaved run. A call of 64k tokens takes up to a second and varies little."""
+        return (most, 3) if self.tokens < 65536 else (max(3, most // 3), 1)
 
     def __str__(self) -> str:
         return f"d{self.head_dim} {self.heads} {self.mask} {self.tokens} x {self.batch}"
@@ -188,7 +188,7 @@ def measure(
     rows = []
     for direction, runs in (("forward", forwards), ("backward", backwards)):
         with torch.set_grad_enabled(direction == "backward"):
-            times = interleaved(runs, shape.rounds(rounds), head_start_ms=HEAD_START_MS)
+            times = interleaved(runs, *shape.rounds(rounds), head_start_ms=HEAD_START_MS)
         if times:
             rows.append(Measured(shape, direction, times))
     findings.rows += rows

@@ -66,12 +66,17 @@ class KernelTable:
     def of(
         cls, gpu: str, rows: Iterable[tuple[str, int, str, int, Mapping[str, float]]], about: Mapping[str, Any]
     ) -> KernelTable:
-        """From (direction, head dim, mask, tokens, TFLOP/s by backend); rows of one cell are averaged."""
+        """From (direction, head dim, mask, tokens, TFLOP/s by backend); rows of one cell are averaged.
+
+        Rows of lengths and head dims that have no class rank nobody.
+        """
         found: dict[Cell, dict[str, list[float]]] = {}
         for direction, head_dim, mask, tokens, tflops in rows:
-            cell = found.setdefault(Cell(direction, head_dim_class(head_dim), mask, length_class(tokens)), {})
-            for name, speed in tflops.items():
-                cell.setdefault(name, []).append(speed)
+            cell = Cell(direction, head_dim_class(head_dim), mask, length_class(tokens))
+            if cell.head_dim and cell.length:
+                speeds = found.setdefault(cell, {})
+                for name, speed in tflops.items():
+                    speeds.setdefault(name, []).append(speed)
         means = {
             cell: {name: round(sum(speeds) / len(speeds), 1) for name, speeds in found[cell].items()}
             for cell in sorted(found)

@@ -164,8 +164,8 @@ def test_a_sentence_that_is_true_of_many_shapes_is_said_once():
 
 
 def test_long_sequences_take_fewer_rounds():
-    assert SHAPE.rounds(15) == 15
-    assert Shape(128, 16, 16, "full", 65536, 1).rounds(15) == 5
+    assert SHAPE.rounds(15) == (15, 3)
+    assert Shape(128, 16, 16, "full", 65536, 1).rounds(15) == (5, 1)
 
 
 def test_a_row_is_printed_with_speeds_and_spreads(monkeypatch):

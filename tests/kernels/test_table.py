@@ -48,6 +48,11 @@ def test_rows_of_one_cell_are_averaged_and_backends_ranked_by_speed():
     assert made.order("forward", 96, "full", 8192) == ("hopper", "cudnn", "triton")
 
 
+def test_rows_without_a_class_rank_nobody():
+    rows = [("forward", 64, "full", 512, {"triton": 1.0}), ("forward", 512, "full", 4096, {"triton": 1.0})]
+    assert KernelTable.of("NVIDIA H200", rows, {}).cells == {}
+
+
 @pytest.mark.parametrize(
     "asked",
     [
