@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Row, interleaved, matmul_tflops, write
+from measure import Row, write
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.cli.timing import interleaved, matmul_tflops
 from ringflash.schedule.plan import plan
 from ringflash.testing.compare import relative_error
 

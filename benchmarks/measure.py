@@ -1,13 +1,11 @@
-"""Timing and record keeping that all benchmarks share."""
+"""Record keeping that all benchmarks share; what they time with is in ringflash/cli/timing.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -16,51 +14,9 @@ from typing import Any
 import torch
 import triton
 
+from ringflash.kernels.table import gpu_class
+
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one candidate over the rounds of one run."""
-
-    median_ms: float
-    spread: float  # (largest - smallest) / median of the middle half
-
-    def tflops(self, flops: float) -> float:
-        return flops / self.median_ms / 1e9
-
-
-def interleaved(
-    candidates: dict[str, Callable[[], Any]], rounds: int = 15, warmup: int = 3, *, head_start_ms: float = 0.0
-) -> dict[str, Timing]:
-    """Time every candidate once per round, in turn, so that clocks and heat are the same for all.
-
-    head_start_ms: how long the GPU is kept busy before each, so that the host has queued everything when it starts, as in
-        a training step; 0 counts the host's time to the first launch in.
-    """
-    for run in candidates.values():
-        for _ in range(warmup):
-            run()
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    order = list(candidates.items())
-    for i in range(rounds):
-        # Each takes each place: the GPU rests between rounds, and whoever comes first finds it at another clock.
-        for name, run in order[i % len(order) :] + order[: i % len(order)]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if head_start_ms:
-                torch.cuda._sleep(int(head_start_ms * 2e6))  # cycles, at most 2 GHz
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end))
-    return {name: _timing(sorted(values)) for name, values in times.items()}
-
-
-def _timing(times: list[float]) -> Timing:
-    middle = times[len(times) // 4 : len(times) - len(times) // 4]
-    median = statistics.median(times)
-    return Timing(median, (middle[-1] - middle[0]) / median)
 
 
 @dataclass
@@ -77,16 +33,6 @@ class Row:
     tflops: dict[str, float]
     efficiency: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-def matmul_tflops(size: int = 8192) -> float:
-    """The ceiling of this run: a square bf16 matrix product on random numbers."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return interleaved({"matmul": lambda: a @ b})["matmul"].tflops(2 * size**3)
-
-
-def hardware() -> str:
-    return torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
 def command() -> str:
@@ -124,7 +70,7 @@ def write(what: str, rows: list[Row], *, gpus: int, matmul: float, out: Path | N
         "command": command(),
         **meta,
     }
-    path = folder / f"{what}_{hardware()}_{date.today().isoformat()}.json"
+    path = folder / f"{what}_{gpu_class(torch.cuda.get_device_name())}_{date.today().isoformat()}.json"
     body = [{key: value for key, value in asdict(row).items() if value not in (None, {})} for row in rows]
     path.write_text(json.dumps({"meta": about, "rows": body}, indent=1) + "\n")
     path.with_suffix(".md").write_text(_markdown(what, about, rows, notes))

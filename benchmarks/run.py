@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in ("run", "measure"))
+# What reads results, or is read by those that make them, runs on its own.
+NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"run", "measure", "plot", "table"})
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
         sys.exit(f"usage: run.py NAME [flags]; NAME is one of {', '.join(NAMES)}")
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
     name = sys.argv.pop(1)
     runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")

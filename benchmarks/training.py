@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from measure import RESULTS, Row, matmul_tflops, write
+from measure import RESULTS, Row, write
+
+from ringflash.cli.timing import matmul_tflops
 
 EXAMPLE = RESULTS.parent.parent / "examples" / "train_long_context.py"
 

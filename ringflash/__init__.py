@@ -2,6 +2,7 @@
 
 from ringflash.attention import attention
 from ringflash.kernels.score import Score
+from ringflash.kernels.table import KernelTable
 from ringflash.module import RingAttention
 from ringflash.ring import Ring
 from ringflash.schedule.documents import Documents, Padding
@@ -20,6 +21,7 @@ __all__ = [
     "Documents",
     "FirstKeys",
     "Full",
+    "KernelTable",
     "Layout",
     "Mask",
     "Padding",

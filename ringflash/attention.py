@@ -12,12 +12,13 @@ from torch.autograd import forward_ad
 
 from ringflash.kernels.backend import OTHER_BACKENDS, Call, cannot_run, check_backend, choose
 from ringflash.kernels.score import Score
+from ringflash.kernels.table import KernelTable, MaskKind, length_class
 from ringflash.parallel.function import RingAttentionFunction, Work, last_stride_one
 from ringflash.parallel.inprocess import Alone
 from ringflash.ring import Ring, check_plain
 from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Contiguous
-from ringflash.schedule.mask import Full, Mask, Union
+from ringflash.schedule.mask import Causal, Full, Mask, Union
 from ringflash.schedule.plan import Plan, plan
 
 
@@ -32,7 +33,7 @@ def attention(
     score: Score | None = None,
     length: int | None = None,
     query_length: int | None = None,
-    backend: str | None = None,
+    backend: str | KernelTable | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -49,8 +50,9 @@ def attention(
         local length.
     query_length: tokens of the whole sequence of queries, where it is another one (cross attention); None is `length`
         where q and k hold equally many tokens here, else ranks times the local length.
-    backend: "hopper", "triton", "cudnn", "flash" or "reference" insists on that one; None takes the best that can serve
-        the call, which may be one for forward and another for backward.
+    backend: "hopper", "triton", "cudnn", "flash", "fa4" or "reference" insists on that one. None takes the one that can
+        serve the call and was measured to be the fastest on such a GPU, which may be one for forward and another for
+        backward; a KernelTable does so by measurements of your own.
     deterministic: the same bits on every run, at some cost in backward; None follows
         torch.are_deterministic_algorithms_enabled().
 
@@ -76,13 +78,10 @@ def attention(
     score.check(q)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, score.sinks) if x is not None)
-    call = Call(
-        q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score.factor, score.terms, deterministic,
-        needs_dlse=return_lse and is_trained,
-    )  # fmt: skip
+    plans = _plans(q, k, ring, mask, length, query_length)
+    call = _call(q, k, v, plans, score, deterministic, return_lse, is_trained)
     forward = choose(call, backend).backend
     backward = choose(replace(call, direction="backward"), backend).backend if is_trained else forward
-    plans = _plans(q, k, ring, mask, length, query_length)
     for chosen, the_plan in product((forward, backward), plans):
         if (reason := chosen.refuses_mask(the_plan)) is not None:
             raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
@@ -156,6 +155,28 @@ def _plans(
     N = ring.whole_length("attention", Sk, length)
     M = N if query_length is None and Sq == Sk else ring.whole_length("attention", Sq, query_length, "query_length")
     return tuple(plan(part, ring.layout, N, ring.rank, ring.ranks, M) for part in parts)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plans: tuple[Plan, ...],
+    score: Score,
+    deterministic: bool,
+    return_lse: bool,
+    is_trained: bool,
+) -> Call:
+    """What backends are asked; of the sequence only what all ranks know."""
+    first = plans[0]
+    mask: MaskKind = "other"
+    if len(plans) == 1 and first.query_length == first.length:
+        mask = "full" if first.mask == Full() else "causal" if first.mask == Causal() else "other"
+    is_alone = first.ranks == 1 and len(plans) == 1 and score.sinks is None and not return_lse
+    return Call(
+        q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score.factor, score.terms, deterministic,
+        needs_dlse=return_lse and is_trained, mask=mask, length_class=length_class(first.length), is_alone=is_alone,
+    )  # fmt: skip
 
 
 def _facts(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ringflash.attention import attention, check_settings
 from ringflash.kernels.score import Score
+from ringflash.kernels.table import KernelTable
 from ringflash.ring import Ring
 from ringflash.schedule.mask import Mask, Union
 
@@ -26,7 +27,7 @@ class RingAttention(nn.Module):
         mask: Mask | Union | None = None,
         scale: float | None = None,
         score: Score | None = None,
-        backend: str | None = None,
+        backend: str | KernelTable | None = None,
         deterministic: bool | None = None,
     ) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ SETTINGS = [
     ({"length": True}, TypeError, "attention: length is bool; must be an integer >= 0"),
     ({"length": -16}, ValueError, "attention: length = -16; must be >= 0"),
     ({"query_length": 16.0}, TypeError, "attention: query_length is float; must be an integer >= 0"),
-    ({"backend": ["triton"]}, ValueError, "attention: backend = ['triton']; must be None or one of"),
+    ({"backend": ["triton"]}, ValueError, "attention: backend = ['triton']; must be None, a KernelTable or one of"),
     ({"return_lse": 1}, TypeError, "attention: return_lse is int; must be True or False"),
     ({"score": rf.Score}, TypeError, "attention: score is type; must be a Score or None"),
     ({"deterministic": "yes"}, TypeError, "attention: deterministic is str; must be True, False or None"),
@@ -152,7 +152,8 @@ SETTINGS = [
     (
         {"backend": "cuda"},
         ValueError,
-        "attention: backend = 'cuda'; must be None or one of 'hopper', 'triton', 'cudnn', 'flash', 'reference'",
+        "attention: backend = 'cuda'; must be None, a KernelTable or one of 'hopper', 'triton', 'cudnn', 'flash', 'fa4', "
+        "'reference'",
     ),
     (
         {"length": 15},

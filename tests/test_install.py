@@ -53,4 +53,5 @@ def test_the_wheel_is_pure_python_and_typed(tmp_path):
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "ringflash/py.typed" in names and "ringflash/kernels/triton/forward.py" in names
+    assert "ringflash/kernels/measured/h200.json" in names
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]

@@ -18,6 +18,7 @@ PUBLIC_NAMES = [
     "Documents",
     "FirstKeys",
     "Full",
+    "KernelTable",
     "Layout",
     "Mask",
     "Padding",
@@ -38,7 +39,7 @@ SIGNATURES = {
     "attention": (
         "(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, mask: Mask | Union | None = None, "
         "scale: float | None = None, score: Score | None = None, length: int | None = None, "
-        "query_length: int | None = None, backend: str | None = None, deterministic: bool | None = None, "
+        "query_length: int | None = None, backend: str | KernelTable | None = None, deterministic: bool | None = None, "
         "return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
     ),
     "plan": (
@@ -54,7 +55,7 @@ SIGNATURES = {
     "Ring.shard": "(self, x: Tensor, dim: int = 1) -> Tensor",
     "RingAttention": (
         "(*, ring: Ring | None = None, mask: Mask | Union | None = None, scale: float | None = None, "
-        "score: Score | None = None, backend: str | None = None, deterministic: bool | None = None) -> None"
+        "score: Score | None = None, backend: str | KernelTable | None = None, deterministic: bool | None = None) -> None"
     ),
     "Padding": (
         "(start: int | Sequence[int] | Tensor, stop: int | Sequence[int] | Tensor, *, length: int, "

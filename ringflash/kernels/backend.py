@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringflash.kernels.partial import Partial, accumulate_dtype, delta
 from ringflash.kernels.score import Score
+from ringflash.kernels.table import KernelTable, MaskKind, committed, gpu_name, head_dim_class
 from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds
 
@@ -25,10 +26,10 @@ BACKENDS = {
     "triton": "ringflash.kernels.triton.launch",
     "cudnn": "ringflash.kernels.vendor",
     "flash": "ringflash.kernels.vendor",
+    "fa4": "ringflash.kernels.vendor",
     "reference": "ringflash.kernels.reference",
 }
-# Who is asked first where the user names nobody. On a CPU the reference is the kernel; torch's own flash kernels round
-# every partial result to the input type, so inside a ring they are taken only when named.
+# Who is asked first where nobody is named and no table has measured the call. On a CPU the reference is the kernel.
 PREFERENCE = {"cuda": ("hopper", "triton", "reference"), "cpu": ("reference",)}
 
 
@@ -39,6 +40,9 @@ class Call:
     terms: of the score, beside its scale; see Score.terms.
     needs_dlse: lse is an output that a gradient may come back through.
     direction: forward and backward may be served by two backends.
+    mask, length_class: where to look in a table of measured speeds. "other" is every mask but one full or causal square;
+        length_class is that of the whole sequence, which all ranks know. See KernelTable.
+    is_alone: what the backend returns is the result: one source, one mask, no sinks to merge, lse not asked for.
     """
 
     device: torch.device
@@ -52,6 +56,9 @@ class Call:
     deterministic: bool
     needs_dlse: bool = False
     direction: Literal["forward", "backward"] = "forward"
+    mask: MaskKind = "other"
+    length_class: int = 0
+    is_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Rows:
     """What backward knows of each query row, over the keys of all sources.
 
     out, dout: [B, Sq, Hq, Dv] the merged output and its gradient, in q's type.
-    lse, delta: [B, Sq, Hq] laid out like Partial.lse; delta = rowsum(dout * out) - dlse.
+    lse, delta: [B, Sq, Hq] laid out like Partial.lse; delta = rowsum(dout * out) - dlse, empty where nobody reads it.
     has_dlse: whether delta holds a gradient of lse, which kernels that form their own delta cannot know.
     """
 
@@ -78,6 +85,10 @@ class Backend(ABC):
     """
 
     name: str
+    # Whether out and gradients come rounded to q's type even where more is to be added, so that a user must ask for it.
+    rounds_partials = False
+    # Whether backward reads Rows.delta; kernels that form it themselves do not.
+    reads_delta = True
 
     @abstractmethod
     def refuses(self, call: Call) -> str | None:
@@ -126,6 +137,14 @@ class Backend(ABC):
             unset memory in q's type, to be written whole.
         """
 
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, bounds: Bounds, score: Score, deterministic: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in q's type, where these keys are all that the queries see, and the queries all that see the keys."""
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        self.backward(q, k, v, rows, bounds, score, dq, dk, dv, deterministic, is_all=True)
+        return dq, dk, dv
+
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         """See partial.delta."""
         return delta(out, dout, dlse)
@@ -151,30 +170,63 @@ class Choice:
     refusals: tuple[tuple[str, str], ...]
 
 
-def check_backend(name: object) -> None:
+def check_backend(backend: object) -> None:
     """ValueError for a name that no backend has."""
-    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
-        raise ValueError(f"attention: backend = {name!r}; must be None or one of {', '.join(map(repr, BACKENDS))}")
+    is_known = backend is None or isinstance(backend, KernelTable) or (isinstance(backend, str) and backend in BACKENDS)
+    if not is_known:
+        names = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"attention: backend = {backend!r}; must be None, a KernelTable or one of {names}")
 
 
 @lru_cache(maxsize=256)
-def choose(call: Call, name: str | None = None) -> Choice:
-    """The backend named, or the first of the device's preference that does not refuse.
+def choose(call: Call, name: str | KernelTable | None = None) -> Choice:
+    """The backend named, or the first that serves in the order of a table: the one given, or the device's own.
 
-    Raises ValueError for an unknown name, NotImplementedError with every reason if nobody can serve.
+    Raises ValueError for an unknown name or another device's table, NotImplementedError with every reason if nobody can
+    serve.
     """
     check_backend(name)
     refusals: list[tuple[str, str]] = []
-    for candidate in PREFERENCE.get(call.device.type, ("reference",)) if name is None else (name,):
+    for candidate in (name,) if isinstance(name, str) else _order(call, name):
         backend, reason = _load(candidate)
         if backend is not None:
-            reason = backend.refuses(call)
+            unasked = None if isinstance(name, str) else _must_be_named(backend, call)
+            reason = unasked or backend.refuses(call)
             if reason is None:
                 _warn_of_reference(candidate, refusals)
                 return Choice(backend, tuple(refusals))
         refusals.append((candidate, str(reason)))
     reasons = "attention: " + "; ".join(cannot_run(n, reason) for n, reason in refusals)
-    raise NotImplementedError(reasons if name is None else f"{reasons}. {OTHER_BACKENDS}")
+    raise NotImplementedError(f"{reasons}. {OTHER_BACKENDS}" if isinstance(name, str) else reasons)
+
+
+def _order(call: Call, table: KernelTable | None) -> tuple[str, ...]:
+    """Who is asked, in turn: those that were measured by speed, then the device's preference."""
+    gpu = gpu_name(call.device)
+    if table is None:
+        table = committed(gpu)
+    elif table.gpu != gpu:
+        raise ValueError(
+            f"attention: backend is a KernelTable of {table.gpu!r}, the tensors are on {gpu!r}; measure one here with "
+            "`python -m ringflash bench kernels --out FILE`"
+        )
+    measured = table.order(call.direction, call.head_dim, call.mask, call.length_class) if table is not None else ()
+    if unknown := [name for name in measured if name not in BACKENDS]:
+        raise ValueError(
+            f"attention: backend is a KernelTable that ranks {unknown[0]!r}; it knows {', '.join(BACKENDS)}"
+        )
+    return tuple(dict.fromkeys((*measured, *PREFERENCE.get(call.device.type, ("reference",)))))
+
+
+def _must_be_named(backend: Backend, call: Call) -> str | None:
+    """Why a table alone does not make `choose` take this backend, which others keep; None where it does."""
+    if not backend.rounds_partials:
+        return None
+    if not call.is_alone:
+        return "it rounds what is yet to be merged, so it serves here only when named"
+    if call.head_dim != head_dim_class(call.head_dim):
+        return f"head_dim {call.head_dim} was not measured, so it serves here only when named"
+    return None
 
 
 def _warn_of_reference(chosen: str, refusals: list[tuple[str, str]]) -> None:

@@ -1,28 +1,34 @@
-"""Kernels that others keep: cuDNN and flash attention through torch, for masks that lower to tiles they can express.
+"""Kernels that others keep: cuDNN and flash attention through torch, and FlashAttention-4, for masks that lower to tiles.
 
 They return out in the input type, so inside a ring every partial result is rounded once before the fp32 merge; they form
-rowsum(dout * out) themselves, so they cannot carry a gradient of lse. `choose` takes them only when named.
+rowsum(dout * out) themselves, so they cannot carry a gradient of lse. Unnamed, `choose` takes them only where nothing is
+merged and a table says that they are the fastest.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
+from typing import Any
 
 import torch
-from einops import rearrange, reduce
+from einops import rearrange, reduce, repeat
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows, summed
-from ringflash.kernels.partial import Partial
+from ringflash.kernels.partial import Partial, accumulate_dtype
 from ringflash.kernels.score import Score
 from ringflash.schedule.plan import Plan
 from ringflash.schedule.tiles import Bounds, Tile
 
 # More calls than this per source cost more in launches than the library's kernels cost in time.
 MAX_TILES = 64
+# Their entry for backward is private to the package, so its form is known of these versions only.
+FLASH_ATTENTION_4 = ("4.0.0b36",)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ def pieces(tile: Tile) -> list[Piece]:
 class Vendor(Backend):
     """What the vendor backends share: lowering to pieces, merging, adding up."""
 
+    rounds_partials = True
+    reads_delta = False
     device_type = "cuda"
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     max_head_dim = 256
@@ -79,13 +87,13 @@ class Vendor(Backend):
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, lse [B, H, Sq]) of [B, H, S, D] tensors."""
+        """(out, lse [B, Hq, Sq]) of q [B, Hq, Sq, D] and k, v [B, Hk, Sk, D]."""
 
     @abstractmethod
     def attend_backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of [B, H, S, D] tensors, given the merged out and lse."""
+        """dq, dk, dv in the shapes of q, k, v, given the merged out and lse."""
 
     def forward(
         self,
@@ -97,14 +105,20 @@ class Vendor(Backend):
         into: Partial | None = None,
         is_last: bool = False,
     ) -> Partial:
+        if into is None and is_last and (whole := _whole(bounds)) is not None:
+            return Partial(*self._attend(q, k, v, whole, score))
         partial = Partial.empty(q, v.shape[-1]) if into is None else into
         for piece in _pieces(bounds):
-            inputs = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
-            out, lse = self.attend(*_repeat_heads(*inputs), piece.is_causal, score.factor)
-            sums = partial.out.dtype
-            here = Partial(out.transpose(1, 2).to(sums), lse.transpose(1, 2).to(sums))
-            partial.add(piece.rows, here)
+            out, lse = self._attend(q, k, v, piece, score)
+            partial.add(piece.rows, Partial(out.to(partial.out.dtype), lse))
         return partial
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, score: Score) -> tuple[Tensor, Tensor]:
+        """out [B, rows, Hq, D] in q's type, lse [B, rows, Hq] laid out like Partial.lse, of one piece."""
+        q, k, v = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
+        out, lse = self.attend(q, k, v, piece.is_causal, score.factor)
+        lse = lse.to(accumulate_dtype(q.dtype)).contiguous()
+        return rearrange(out, "B H S D -> B S H D"), rearrange(lse, "B H S -> B S H")
 
     def backward(
         self,
@@ -120,19 +134,33 @@ class Vendor(Backend):
         deterministic: bool,
         is_all: bool = False,
     ) -> None:
-        assert not rows.has_dlse, "refuses() comes first"
-        Hk = k.shape[2]
         with summed(is_all, q, dq, dk, dv) as (dq, dk, dv):
             for piece in _pieces(bounds):
-                inputs = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
-                dout, out = (_heads_first(x[:, piece.rows]) for x in (rows.dout, rows.out))
-                lse = rows.lse[:, piece.rows].transpose(1, 2).contiguous()
-                dq_p, dk_p, dv_p = self.attend_backward(
-                    *_repeat_heads(*inputs), dout, out, lse, piece.is_causal, score.factor
-                )
-                dq[:, piece.rows] += dq_p.transpose(1, 2)
-                for total, share in ((dk, dk_p), (dv, dv_p)):
-                    total[:, piece.keys] += reduce(share.to(total.dtype), "B (Hk group) S D -> B S Hk D", "sum", Hk=Hk)
+                dq_p, dk_p, dv_p = self._gradients(q, k, v, rows, piece, score)
+                dq[:, piece.rows] += dq_p
+                dk[:, piece.keys] += dk_p
+                dv[:, piece.keys] += dv_p
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, bounds: Bounds, score: Score, deterministic: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As the vendor's kernel returns them where it is called once, without a pass to add or to round."""
+        whole = _whole(bounds)
+        if whole is None:
+            return super().gradients(q, k, v, rows, bounds, score, deterministic)
+        return self._gradients(q, k, v, rows, whole, score)
+
+    def _gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, piece: Piece, score: Score
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of one piece, [B, S, H, D] in q's type."""
+        assert not rows.has_dlse, "refuses() comes first"
+        q, k, v = (_heads_first(x) for x in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
+        dout, out = (_heads_first(x[:, piece.rows]) for x in (rows.dout, rows.out))
+        lse = rearrange(rows.lse[:, piece.rows], "B S H -> B H S").contiguous()
+        shares = self.attend_backward(q, k, v, dout, out, lse, piece.is_causal, score.factor)
+        dq, dk, dv = (rearrange(x, "B H S D -> B S H D") for x in shares)
+        return dq, dk, dv
 
 
 @lru_cache(maxsize=64)
@@ -158,14 +186,38 @@ def _pieces(bounds: Bounds) -> Iterator[Piece]:
         yield from pieces(tile)
 
 
+def _whole(bounds: Bounds) -> Piece | None:
+    """The one piece that all rows and keys are, where they are."""
+    found = list(_pieces(bounds))
+    is_whole = len(found) == 1 and (found[0].rows, found[0].keys) == (slice(0, bounds.rows), slice(0, bounds.columns))
+    return found[0] if is_whole else None
+
+
 def _heads_first(x: Tensor) -> Tensor:
+    """[B, H, S, D] of [B, S, H, D], in memory that copy engines can read: whole 16 bytes apart, no axis of stride 0."""
+    quantum = 16 // x.element_size()
+    is_aligned = x.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride % quantum == 0
+        for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)
+        if size > 1
+    )
+    if not is_aligned:
+        x = x.clone(memory_format=torch.contiguous_format)
     return rearrange(x, "B S H D -> B H S D")
 
 
-def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V with as many heads as q. Their own backward does not sum over a group; on the wire nothing is repeated."""
-    group = q.shape[1] // k.shape[1]
-    return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """With as many heads as q, for kernels that know no groups."""
+    return repeat(x, "B Hk S D -> B (Hk group) S D", group=heads // x.shape[1])
+
+
+def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
+    """x with the strides that torch gives the output of queries q.
+
+    torch looks up cuDNN's plans by the strides of q, k and v alone, and those of out and dout are part of a plan.
+    """
+    like = torch.empty_like(q)
+    return x if x.stride() == like.stride() else like.copy_(x)
 
 
 class CuDNN(Vendor):
@@ -186,6 +238,7 @@ class CuDNN(Vendor):
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.zeros(1, dtype=torch.int64, device=q.device)
+        out, dout = (_laid_out_like(q, x) for x in (out, dout))
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse[..., None], no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2], 0.0,
             is_causal, scale=scale,
@@ -206,6 +259,7 @@ class Flash(Vendor):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if q.device.type == "cpu":
+            k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
             return out, lse
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -225,9 +279,13 @@ class Flash(Vendor):
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.device.type == "cpu":
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            Hk = k.shape[1]
+            k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+            dq, *shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse, 0.0, is_causal, scale=scale
             )
+            dk, dv = (reduce(x, "B (Hk group) S D -> B Hk S D", "sum", Hk=Hk) for x in shares)
+            return dq, dk, dv
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal,
@@ -236,6 +294,70 @@ class Flash(Vendor):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
+class FlashAttention4(Vendor):
+    """FlashAttention-4 where the package flash-attn-4 is installed; it compiles each kind of call on first use."""
+
+    name = "fa4"
+
+    def refuses(self, call: Call) -> str | None:
+        if (reason := super().refuses(call)) is not None:
+            return reason
+        return _lacks_flash_attention_4() or self.refuses_device(call.device)
+
+    def refuses_device(self, device: torch.device) -> str | None:
+        if not torch.cuda.is_available():
+            return f"device {device} is not a GPU that is here"
+        if torch.cuda.get_device_capability(device)[0] < 9:
+            return f"{torch.cuda.get_device_name(device)} is older than Hopper"
+        return None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        inputs = (rearrange(x, "B H S D -> B S H D") for x in (q, k, v))
+        with _on(q), torch.no_grad():
+            out, lse = _flash_attention_4().flash_attn_func(
+                *inputs, softmax_scale=scale, causal=is_causal, return_lse=True
+            )
+        return rearrange(out, "B S H D -> B H S D"), lse
+
+    def attend_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, dout = (rearrange(x, "B H S D -> B S H D") for x in (q, k, v, out, dout))
+        with _on(q):
+            shares = _flash_attention_4()._flash_attn_bwd(
+                q, k, v, out, dout, lse, softmax_scale=scale, causal=is_causal
+            )
+        dq, dk, dv = (rearrange(x, "B S H D -> B H S D") for x in shares)
+        return dq, dk, dv
+
+
+def _flash_attention_4() -> Any:
+    from flash_attn.cute import interface
+
+    return interface
+
+
+@lru_cache(maxsize=1)
+def _lacks_flash_attention_4() -> str | None:
+    """Why it cannot be called here. What it needs (CUTLASS, a CUDA driver) may be missing or of another version."""
+    try:
+        version = metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return "flash-attn-4 is not installed"
+    if version not in FLASH_ATTENTION_4:
+        return f"flash-attn-4 {version} is not one of {', '.join(FLASH_ATTENTION_4)}, whose entry for backward is known"
+    try:
+        _flash_attention_4()
+    except (ImportError, AttributeError, OSError) as error:
+        return f"flash-attn-4 cannot be imported: {error}"
+    return None
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """It launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
 def backends() -> dict[str, Backend]:
     """What this module offers to `choose`."""
-    return {"cudnn": CuDNN(), "flash": Flash()}
+    return {"cudnn": CuDNN(), "flash": Flash(), "fa4": FlashAttention4()}

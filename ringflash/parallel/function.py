@@ -50,7 +50,9 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
 def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local tensors, unrounded where anything travels. Keys travel; dk and dv follow and come home."""
     if len(work.plans) == 1 and work.plans[0].is_local:
-        return _local_backward(q, k, v, rows, work)
+        # Nothing to add up, so gradients are written once, rounded, without a pass to clear or to round them.
+        (plan,) = work.plans
+        return work.backward.gradients(q, k, v, rows, plan[plan.rank], work.score, work.deterministic)
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
     sums: tuple[Tensor, ...] | None = None
     for plan in work.plans:
@@ -62,14 +64,6 @@ def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tu
         sums = home if sums is None else tuple(a.add_(b) for a, b in zip(sums, home, strict=True))
     assert sums is not None, "a call has at least one plan"
     dk, dv = sums
-    return dq, dk, dv
-
-
-def _local_backward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
-    """Nothing to add up, so gradients are written once, rounded, without a pass to clear or to round them."""
-    plan = work.plans[0]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    work.backward.backward(q, k, v, rows, plan[plan.rank], work.score, dq, dk, dv, work.deterministic, is_all=True)
     return dq, dk, dv
 
 
@@ -93,10 +87,13 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         with torch.no_grad(), _as_given(q):
             dense_dout = torch.zeros_like(out) if dout is None else last_stride_one(dout)
-            rows = Rows(out, dense_dout, lse, ctx.work.backward.delta(out, dense_dout, dlse), has_dlse=dlse is not None)
+            backend = ctx.work.backward
+            is_read = backend.reads_delta or sinks is not None
+            delta = backend.delta(out, dense_dout, dlse) if is_read else lse.new_empty(0)
+            rows = Rows(out, dense_dout, lse, delta, has_dlse=dlse is not None)
             # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
             gradients: list[Tensor | None] = [*backward_pass(q, k, v, rows, ctx.work)]
-            gradients.append(None if sinks is None else sinks_gradient(sinks, lse, rows.delta))
+            gradients.append(None if sinks is None else sinks_gradient(sinks, lse, delta))
             rounded = [
                 gradient.to(x.dtype) if needed and gradient is not None else None
                 for gradient, x, needed in zip(gradients, (q, k, v, sinks), ctx.needs_input_grad, strict=False)

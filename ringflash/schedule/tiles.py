@@ -132,6 +132,9 @@ class Bounds:
     @cached_property
     def _tiles(self) -> list[Tile]:
         """Cached, because walking the rows in Python is slow and every layer asks, forward and backward."""
+        if self.shape != "rows" and self.rows and self.columns:
+            high: Edge = "slanted" if self.shape == "causal" and self.rows > 1 else "straight"
+            return [Tile(0, self.rows, 0, self.columns, "straight", high)]
         if self.lo.shape[0] != 1:
             raise ValueError(
                 f"Bounds.tiles: bounds of {self.lo.shape[0]} batch rows; tiles exist for shared bounds only"
@@ -143,7 +146,7 @@ class Bounds:
             stop = _run_end(lo, hi, start)
             if hi[start] > lo[start] or hi[stop - 1] > lo[stop - 1]:
                 low: Edge = "slanted" if lo[stop - 1] > lo[start] else "straight"
-                high: Edge = "slanted" if hi[stop - 1] > hi[start] else "straight"
+                high = "slanted" if hi[stop - 1] > hi[start] else "straight"
                 tiles.append(Tile(start, stop, lo[start], hi[stop - 1], low, high))
             start = stop
         return tiles

@@ -89,6 +89,9 @@ BACKWARD: tuple[tuple[tuple[int, int], Shape, bool], ...] = (
     ((128, 128), "full", True),
     ((128, 128), "causal", False),
     ((128, 128), "rows", True),
+    ((192, 128), "causal", False),
+    ((256, 256), "full", True),
+    ((256, 256), "rows", False),
 )
 
 
@@ -131,7 +134,8 @@ class Compiled:
 
 def compile_variant(variant: Variant) -> HopperUsage:
     """Usage of one variant. What ptxas says is printed by Triton, hence caught; from its cache it would say nothing."""
-    name = f"{variant.direction}_kernel"
+    is_wide = variant.direction == "backward" and max(variant.head_dim, variant.value_dim) > 128
+    name = "wide_backward_kernel" if is_wide else f"{variant.direction}_kernel"
     compiled = Compiled(getattr(launch, name))
     log = io.StringIO()
     with (

@@ -23,23 +23,26 @@ SPILLED = {
         ("forward", "d256"): 160,
         ("backward", "d64"): 16,
         ("backward", "d128"): 8,
+        ("backward", "d192/128"): 0,
+        ("backward", "d256"): 120,
     },
     "3.8": {
         ("forward", "d64"): 16,
         ("forward", "d128"): 24,
         ("forward", "d192/128"): 0,
         ("forward", "d256"): 408,
-        ("backward", "d64"): 8,
+        ("backward", "d64"): 40,
         ("backward", "d128"): 0,
+        ("backward", "d192/128"): 0,
+        ("backward", "d256"): 16,
     },
 }
 # Loads and stores of it in the loops over blocks that a mask cuts. In the loops over all others, where the time goes, and
-# in the loops of backward there is none.
+# in those of backward there is none, but at d256, where dk and dv alone take half of the registers.
+SPILLS_IN_UNMASKED_LOOPS = {"3.6": {("backward", "d256"): 22}, "3.8": {("backward", "d256"): 2, ("backward", "d64"): 5}}
 SPILLS_IN_MASKED_LOOPS = {"3.6": {("forward", "d128"): 8, ("forward", "d256"): 2}, "3.8": {}}
 # (release, variant) -> why it does not compile. An entry that is no longer needed fails.
-BROKEN = {
-    ("3.8", "backward d64 bf16 causal stored"): "dv leaves through a view of ds of another size, which 3.8 refuses",
-}
+BROKEN: dict[tuple[str, str], str] = {}
 
 
 def environment_with(version):
@@ -105,7 +108,7 @@ def complaints(release, usage):
         yield f"{name}: {len(loops)} loops hold products; it should be {count}"
     # Masks only add instructions: the shortest loop of each warpgroup is the one without.
     unmasked, masked = loops_by_length(loops)
-    if any(loop["spills"] for loop in unmasked):
+    if sum(loop["spills"] for loop in unmasked) > SPILLS_IN_UNMASKED_LOOPS[release].get((direction, dims), 0):
         yield f"{name}: spills in the loop over blocks that no mask touches: {unmasked}"
     if sum(loop["spills"] for loop in masked) > SPILLS_IN_MASKED_LOOPS[release].get((direction, dims), 0):
         yield f"{name}: spills in loops over masked blocks: {masked}"

@@ -78,7 +78,8 @@ def test_a_name_means_that_backend_or_an_error(name, changes, reason):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="backend = 'fast'; must be None or one of 'hopper', 'triton', 'cudnn', 'flash', 'reference'"
+        ValueError,
+        match="backend = 'fast'; must be None, a KernelTable or one of 'hopper', 'triton', 'cudnn', 'flash', 'fa4', 'ref",
     ):
         choose(call(), "fast")
 

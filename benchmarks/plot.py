@@ -1,0 +1,98 @@
+"""Draw what a benchmark measured, on any machine that has matplotlib.
+
+    python3 benchmarks/plot.py kernels RESULT.json [RESULT.json ...] [--out DIR]
+
+Per head dim and heads: bars, one group per length, and lines over length; directions by masks in each picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLORS = {
+    "ringflash": "#d62728", "hopper": "#ff7f0e", "triton": "#bcbd22", "cudnn": "#2ca02c", "fa4": "#1f77b4",
+    "flash": "#7f7f7f",
+}  # fmt: skip
+PANELS = [(direction, mask) for direction in ("forward", "backward") for mask in ("full", "causal")]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows that share a picture."""
+
+    head_dim: int
+    heads: str
+    total: int  # batch * tokens
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Family:
+        return cls(row["head_dim"], row["heads"], row["tokens"] * row["batch"])
+
+    def __str__(self) -> str:
+        return f"d{self.head_dim}_h{self.heads.replace(':', 'x')}_{self.total // 1024}k"
+
+
+def read(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(meta of the first, rows of all). Figures of other hardware are not put beside these."""
+    results = [json.loads(path.read_text()) for path in paths]
+    if len(gpus := {result["meta"]["gpu"] for result in results}) > 1:
+        raise SystemExit(f"plot: results of different GPUs, {', '.join(sorted(gpus))}; draw them apart")
+    return results[0]["meta"], [row for result in results for row in result["rows"]]
+
+
+def draw(kind: str, family: Family, rows: list[dict[str, Any]], meta: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharey=True, layout="constrained")
+    names = [name for name in COLORS if any(name in row["tflops"] for row in rows)]
+    for axis, (direction, mask) in zip(axes.flat, PANELS, strict=True):
+        cells = sorted(
+            (row for row in rows if (row["direction"], row["mask"]) == (direction, mask)), key=lambda row: row["tokens"]
+        )
+        places = range(len(cells))
+        for i, name in enumerate(names):
+            speeds = [row["tflops"].get(name, float("nan")) for row in cells]
+            if kind == "bars":
+                width = 0.85 / len(names)
+                middle = [place + (i - (len(names) - 1) / 2) * width for place in places]
+                axis.bar(middle, speeds, width, label=name, color=COLORS[name])
+            else:
+                axis.plot(places, speeds, marker="o", label=name, color=COLORS[name])
+        axis.axhline(meta["matmul_tflops"], linestyle="--", color="black", linewidth=0.8, label="matmul 8192³")
+        axis.set_xticks(places, [f"{row['tokens'] // 1024}k x {row['batch']}" for row in cells])
+        axis.set_title(f"{direction}, {mask}")
+        axis.set_ylabel("TFLOP/s")
+        axis.grid(axis="y", alpha=0.3)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names) + 1)
+    versions = f"torch {meta['torch']}, {meta['date']}, {meta['commit']}"
+    figure.suptitle(f"{meta['gpu']}, bf16, head dim {family.head_dim}, heads {family.heads}; {versions}")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def kernels(paths: list[Path], out: Path) -> list[Path]:
+    meta, rows = read(paths)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for family in dict.fromkeys(map(Family.of, rows)):
+        own = [row for row in rows if Family.of(row) == family]
+        for kind in ("bars", "lines"):
+            drawn.append(out / f"{paths[0].stem}_{family}_{kind}.png")
+            draw(kind, family, own, meta, drawn[-1])
+    return drawn
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("kernels",))
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
+    parser.add_argument("--out", type=Path, help="folder for the pictures; default that of the first result")
+    arguments = parser.parse_args()
+    print(*kernels(arguments.results, arguments.out or arguments.results[0].parent), sep="\n")

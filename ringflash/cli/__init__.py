@@ -1,0 +1,1 @@
+"""What people start by hand: python -m ringflash."""
