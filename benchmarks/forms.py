@@ -179,7 +179,7 @@ def check(what: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
 def forms(arguments: argparse.Namespace) -> Iterator[tuple[str, Iterator[Row]]]:
     """(title, rows) of each form; nothing is computed before the rows are asked for."""
     for head_dim in arguments.head_dims:
-        for name in BACKENDS:
+        for name in arguments.backends:
             for mask in ("full", "causal"):
                 yield f"{name} d{head_dim} ring {mask}", ring(name, head_dim, mask, arguments.rounds)
             yield f"{name} d{head_dim} 64k", masked(name, head_dim, max(3, arguments.rounds // 3))
@@ -200,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="run.py forms", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for the results; default benchmarks/results")
     parser.add_argument("--head-dims", type=int, nargs="+", choices=list(HEADS), default=list(HEADS))
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after these no new form is begun")
     arguments, start = parser.parse_args(), time.monotonic()
