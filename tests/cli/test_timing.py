@@ -10,7 +10,7 @@ def test_candidates_take_turns_and_are_warmed_up_first(monkeypatch):
     calls = []
     monkeypatch.setattr(timing, "time_ms", lambda run, head_start_ms: (run(), 1.0)[1])
     interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, rounds=3, warmup=2)
-    assert "".join(calls) == "aabb" + "ab" * 3
+    assert "".join(calls) == "aabb" + "ab" + "ba" + "ab", "and each takes each place"
 
 
 def test_the_head_start_reaches_every_timed_call(monkeypatch):

@@ -89,6 +89,7 @@ def hopper_gpu(monkeypatch):
     """A call for a GPU that is not here but of the right kind."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper that nobody has measured")
     choose.cache_clear()
     yield call(device=torch.device("cuda", 0), dtype=torch.float16)
     choose.cache_clear()

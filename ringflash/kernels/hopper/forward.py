@@ -244,18 +244,16 @@ def _step(
         signal(TURN + 1 - c, 256)
     s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
     signal(KEYS_FREE + stage, 2 * 128 + 32)
-    # Maxima are in log2 units and rounded once, so that what was formed before and what is formed now share their pivots.
     if MASKED:
-        s = _hide(s * scale_log2, lo, hi, BLOCK_K, LEFT, LS)
-        new_max = gl.maximum(row_max, gl.max(s, axis=1))
+        s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
+    # Maxima are in log2 units and rounded once, so that what was formed before and what is formed now share their pivots.
+    # The scale is positive, so it commutes with the maximum and costs nothing inside the fused multiply-add.
+    new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
+    pivot = new_max
+    if MASKED:
         # Finite for rows that have seen nothing: -inf - (-inf) would be NaN.
         pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
-        p = exp2(s - pivot[:, None])
-    else:
-        # The scale is positive, so it commutes with the maximum and costs nothing inside the fused multiply-add.
-        new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
-        pivot = new_max
-        p = exp2(s * scale_log2 - pivot[:, None])
+    p = exp2(s * scale_log2 - pivot[:, None])
     shrink = exp2(row_max - pivot)
     row_sum = row_sum * shrink + gl.sum(p, axis=1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
