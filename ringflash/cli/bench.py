@@ -32,8 +32,11 @@ def kernels(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(map(str, QUICK_TOKENS))} tokens")
     chosen = parser.parse_args(arguments)
     # Before minutes of measuring, not after.
-    if chosen.out is not None and not chosen.out.absolute().parent.is_dir():
-        parser.error(f"--out {chosen.out}: {chosen.out.absolute().parent} is no folder")
+    if chosen.out is not None:
+        try:
+            chosen.out.open("a").close()
+        except OSError as error:
+            parser.error(f"--out {chosen.out}: cannot be written to: {error.strerror}")
     if not torch.cuda.is_available():
         print("bench kernels: torch sees no GPU here", file=sys.stderr)
         return 1
@@ -44,10 +47,13 @@ def kernels(arguments: list[str]) -> int:
         for row in measure(shape, findings):
             print(line(row), flush=True)
     rows = [(m.direction, m.shape.head_dim, m.shape.mask, m.shape.tokens, m.tflops) for m in findings.rows]
-    found = table(gpu, rows, {"command": "python -m ringflash bench kernels", **versions()})
-    print("", *ranking(found), "", sep="\n")
+    found = table(gpu, rows, {"command": "python -m ringflash bench kernels", **versions()}) if rows else None
+    print("", *([] if found is None else ranking(found)), "", sep="\n")
     for sentence in (*sentences(findings.notes), *(f"FAULT: {fault}" for fault in sentences(findings.faults))):
         print(sentence)
+    if found is None:
+        print("bench kernels: no kernel ran, so there is no table", file=sys.stderr)
+        return 1
     if chosen.out is not None:
         found.write(chosen.out)
         print(f"written; use it as rf.attention(..., backend=rf.KernelTable.read({str(chosen.out)!r}))")

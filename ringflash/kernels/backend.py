@@ -210,11 +210,14 @@ def _order(call: Call, table: KernelTable | None) -> tuple[str, ...]:
             f"attention: backend is a KernelTable of {table.gpu!r}, the tensors are on {gpu!r}; measure one here with "
             "`python -m ringflash bench kernels --out FILE`"
         )
-    measured = table.order(call.direction, call.head_dim, call.mask, call.length_class) if table is not None else ()
-    if unknown := [name for name in measured if name not in BACKENDS]:
+    if table is None:
+        return PREFERENCE.get(call.device.type, ("reference",))
+    # Of all its cells, so that a table is refused at its first call and not in the middle of a training.
+    if unknown := [name for speeds in table.cells.values() for name in speeds if name not in BACKENDS]:
         raise ValueError(
             f"attention: backend is a KernelTable that ranks {unknown[0]!r}; it knows {', '.join(BACKENDS)}"
         )
+    measured = table.order(call.direction, call.head_dim, call.mask, call.length_class)
     return tuple(dict.fromkeys((*measured, *PREFERENCE.get(call.device.type, ("reference",)))))
 
 

@@ -7,6 +7,7 @@ on the GPU that they were measured on. Another one is an argument: attention(...
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,15 @@ def length_class(tokens: int) -> int:
     return next((length for length in LENGTHS if tokens <= length), LENGTHS[-1])
 
 
+# What calls are looked up by.
+CELLS: dict[str, tuple[object, ...]] = {
+    "direction": ("forward", "backward"),
+    "head_dim": HEAD_DIMS,
+    "mask": ("full", "causal"),
+    "length": LENGTHS,
+}
+
+
 class Cell(NamedTuple):
     """Calls that one ranking holds for; head_dim and length are classes."""
 
@@ -52,8 +62,9 @@ class KernelTable:
     """TFLOP/s of backends by direction, head dim, mask and length, measured on one kind of GPU.
 
     gpu: the device's name, as torch gives it.
-    cells: Cell -> backend -> TFLOP/s, the fastest first.
+    cells: Cell -> backend -> TFLOP/s, positive and finite; kept with the fastest first.
     about: where the figures come from.
+    ValueError for a cell that no call can match, no cell at all, or a speed that is none.
     Compared by identity: read a table once and keep it. attention(..., backend=table) then takes the fastest backend that
     can serve a call by this table instead of the library's own.
     """
@@ -61,6 +72,26 @@ class KernelTable:
     gpu: str
     cells: Mapping[Cell, Mapping[str, float]]
     about: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gpu, str) or not self.gpu:
+            raise ValueError(f"KernelTable: gpu = {self.gpu!r}; must be a device's name, as torch gives it")
+        if not isinstance(self.cells, Mapping) or not self.cells:
+            raise ValueError(f"KernelTable: cells = {self.cells!r}; must rank backends in one cell at least")
+        for cell, speeds in self.cells.items():
+            for name, accepted in CELLS.items():
+                if getattr(cell, name) not in accepted:
+                    raise ValueError(
+                        f"KernelTable: {cell} has {name} {getattr(cell, name)!r}; must be one of {accepted}"
+                    )
+            if not speeds:
+                raise ValueError(f"KernelTable: {cell} ranks nobody; must name one backend at least")
+            for name, speed in speeds.items():
+                if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
+                    raise ValueError(f"KernelTable: {cell} gives {name} {speed!r} TFLOP/s; must be positive and finite")
+        # By speed, whoever wrote the file in what order.
+        ranked = {cell: dict(sorted(found.items(), key=lambda item: -item[1])) for cell, found in self.cells.items()}
+        object.__setattr__(self, "cells", ranked)
 
     @classmethod
     def of(
@@ -81,22 +112,21 @@ class KernelTable:
             cell: {name: round(sum(speeds) / len(speeds), 1) for name, speeds in found[cell].items()}
             for cell in sorted(found)
         }
-        ranked = {cell: dict(sorted(mean.items(), key=lambda item: -item[1])) for cell, mean in means.items()}
-        return cls(gpu, ranked, about)
+        return cls(gpu, {cell: mean for cell, mean in means.items() if mean}, about)
 
     @classmethod
     def read(cls, path: str | Path) -> KernelTable:
         """A table that `write` wrote, as `python -m ringflash bench kernels --out` does. ValueError for any other file."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            cells = {
-                Cell(row["direction"], int(row["head_dim"]), row["mask"], int(row["length"])): {
-                    str(name): float(speed) for name, speed in row["tflops"].items()
-                }
-                for row in content["cells"]
-            }
-            return cls(str(content["gpu"]), cells, dict(content["about"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            cells: dict[Cell, dict[str, float]] = {}
+            for row in content["cells"]:
+                cell = Cell(row["direction"], row["head_dim"], row["mask"], row["length"])
+                if cell in cells:
+                    raise ValueError(f"{cell} is there twice")
+                cells[cell] = dict(row["tflops"])
+            return cls(content["gpu"], cells, dict(content["about"]))
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"KernelTable: {path} is no table of `python -m ringflash bench kernels --out`: {error!r}"
             ) from error

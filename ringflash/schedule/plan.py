@@ -17,7 +17,7 @@ from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import LONGEST, Layout, cut
 from ringflash.schedule.mask import Causal, Full, Intersection, Mask, Past
 from ringflash.schedule.needs import NOTHING, Needs, needs
-from ringflash.schedule.tiles import Bounds, Shape, transpose
+from ringflash.schedule.tiles import Bounds, Shape, tightened, transpose
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Plan:
         lo, hi, sources, first, columns = moved(device, *self._global_bounds, sources, first, past - first)
         first, columns = first[:, None, None], columns[:, None, None]
         lo, hi = (torch.minimum((keys.below(x, sources) - first).clamp_min_(0), columns) for x in (lo, hi))
+        lo, hi = tightened(lo, hi)
         return {source: (lo[i], hi[i]) for i, source in enumerate(self.sources)}
 
     def _local_columns(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:

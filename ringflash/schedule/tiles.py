@@ -174,8 +174,22 @@ def _run_end(lo: list[int], hi: list[int], start: int) -> int:
     return stop
 
 
+def tightened(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    """The same pairs, with the empty intervals of rows that see nothing moved to where their neighbours end.
+
+    A block of rows visits from its first lo to its last hi. Were an empty row's ends left where the mask put them, far past
+    what anybody sees, the block would touch columns that hold nothing, or NaN.
+    """
+    is_empty = lo >= hi
+    before = torch.where(is_empty, -1, hi).cummax(-1).values
+    # Of rows that come before all others: where the first of those begins.
+    after = torch.where(is_empty, torch.iinfo(torch.int32).max, lo).flip(-1).cummin(-1).values.flip(-1)
+    place = torch.where(before >= 0, before, after.where(after < torch.iinfo(torch.int32).max, 0)).to(lo.dtype)
+    return torch.where(is_empty, place, lo), torch.where(is_empty, place, hi)
+
+
 def transpose(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The rows that see each column, int32 [1 or B, columns] where lo and hi are.
+    """The rows that see each column, int32 [1 or B, columns] where lo and hi are, tightened.
 
     Row i sees column j when lo[i] <= j < hi[i]. Both ends are sorted along i, so the first such row comes after all with
     hi <= j, and the last one before the first with lo > j.
@@ -183,4 +197,4 @@ def transpose(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     column = torch.arange(columns, dtype=torch.int32, device=lo.device).expand(lo.shape[0], -1).contiguous()
     first = torch.searchsorted(hi, column, right=True, out_int32=True)
     past = torch.searchsorted(lo, column, right=True, out_int32=True)
-    return first, torch.maximum(first, past)
+    return tightened(first, torch.maximum(first, past))

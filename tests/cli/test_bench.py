@@ -34,7 +34,12 @@ def test_the_module_runs_and_its_exit_status_is_the_commands():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"), [(["--fast"], "unrecognized arguments"), (["--out", "/no/x.json"], "/no is no folder")]
+    ("flags", "said"),
+    [
+        (["--fast"], "unrecognized arguments"),
+        (["--out", "/no/x.json"], "cannot be written to: No such file"),
+        (["--out", "/"], "cannot be written to: Is a directory"),
+    ],
 )
 def test_wrong_flags_are_refused_before_anything_is_measured(capsys, flags, said):
     with pytest.raises(SystemExit) as ended:

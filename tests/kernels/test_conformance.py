@@ -361,15 +361,24 @@ def test_memory_past_the_last_key_has_no_effect(target):
     assert torch.equal(actual.lse, expected.lse)
 
 
+PADDED = {
+    "causal": rf.Padding([0, 3], [150, 71], length=150) & rf.Causal(),
+    "window": rf.Padding([0, 3], [150, 71], length=150) & rf.Window(4, 0),
+    "chunked": rf.Padding([0, 3], [150, 71], length=150) & rf.Chunked(8),
+}
+
+
 @pytest.mark.parametrize("target", EXACT)
-@pytest.mark.parametrize("dim", [16, 128, 256])
-def test_keys_that_no_query_sees_may_hold_anything(target, dim):
+@pytest.mark.parametrize(
+    ("dim", "name"), [(16, "causal"), (128, "causal"), (256, "causal"), (16, "window"), (16, "chunked")]
+)
+def test_keys_that_no_query_sees_may_hold_anything(target, dim, name):
     """Padding in a batch is often memory that nobody wrote: 0 * NaN must not reach outputs or gradients."""
     _, dtype, device = target
     x = draw(batch=2, queries=150, heads=(2, 1), dim=dim, dtype=dtype, device=device)
     backend, score = get(target, dim, heads=(2, 1))
     backward, _ = get(target, dim, heads=(2, 1), direction="backward")
-    bounds = plan(rf.Padding([0, 3], [150, 71], length=150) & rf.Causal(), rf.Contiguous(), 150)[0]
+    bounds = plan(PADDED[name], rf.Contiguous(), 150)[0]
 
     def run(k, v):
         partial = backend.forward(x["q"], k, v, bounds, score)
@@ -383,9 +392,9 @@ def test_keys_that_no_query_sees_may_hold_anything(target, dim):
     k, v = x["k"].clone(), x["v"].clone()
     for t in (k, v):
         t[1, :3] = t[1, 71:] = torch.nan
-    for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), run(k, v), clean, strict=True):
-        assert not actual.isnan().any(), name
-        assert relative_error(actual, expected) < 1e-6, name
+    for result, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), run(k, v), clean, strict=True):
+        assert not actual.isnan().any(), result
+        assert relative_error(actual, expected) < 1e-6, result
 
 
 @pytest.mark.parametrize("target", EXACT)

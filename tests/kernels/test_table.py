@@ -50,7 +50,8 @@ def test_rows_of_one_cell_are_averaged_and_backends_ranked_by_speed():
 
 def test_rows_without_a_class_rank_nobody():
     rows = [("forward", 64, "full", 512, {"triton": 1.0}), ("forward", 512, "full", 4096, {"triton": 1.0})]
-    assert KernelTable.of("NVIDIA H200", rows, {}).cells == {}
+    with pytest.raises(ValueError, match="cells = {}; must rank backends in one cell at least"):
+        KernelTable.of("NVIDIA H200", rows, {})
 
 
 @pytest.mark.parametrize(
@@ -124,3 +125,60 @@ def test_results_of_two_gpus_make_no_table(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "results of different GPUs, NVIDIA H100, NVIDIA H200" in done.stderr
     assert not (tmp_path / "x.json").exists()
+
+
+CELL = {
+    "direction": "forward",
+    "head_dim": 64,
+    "mask": "full",
+    "length": 1024,
+    "tflops": {"triton": 1.0, "hopper": 2.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"direction": "sideways"}, "direction 'sideways'; must be one of"),
+        ({"head_dim": 96}, "head_dim 96; must be one of"),
+        ({"head_dim": 64.9}, "head_dim 64.9; must be one of"),
+        ({"mask": "other"}, "mask 'other'; must be one of"),
+        ({"length": -1}, "length -1; must be one of"),
+        ({"tflops": {}}, "ranks nobody"),
+        ({"tflops": {"triton": float("nan")}}, "gives triton nan TFLOP/s; must be positive"),
+        ({"tflops": {"triton": -5}}, "gives triton -5 TFLOP/s"),
+        ({"tflops": {"triton": True}}, "gives triton True TFLOP/s"),
+        ({"tflops": {"triton": "9"}}, "gives triton '9' TFLOP/s"),
+    ],
+)
+def test_a_file_with_a_cell_that_means_nothing_is_refused_by_name(tmp_path, changes, message):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"gpu": "cpu", "about": {}, "cells": [{**CELL, **changes}]}))
+    with pytest.raises(ValueError, match=f"{path} is no table.*{message}"):
+        KernelTable.read(path)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"gpu": null, "about": {}, "cells": [%s]}', '{"gpu": "cpu", "about": {}, "cells": [%s, %s]}']
+)
+def test_a_file_without_a_gpu_or_with_a_cell_twice_is_refused(tmp_path, content):
+    path = tmp_path / "table.json"
+    path.write_text(content.replace("%s", json.dumps(CELL)))
+    with pytest.raises(ValueError, match="gpu = None|is there twice"):
+        KernelTable.read(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 200000, '{"cells": [1e999]}', "", "[]", '{"gpu": "cpu", "about": {}, "cells": []}']
+)
+def test_any_other_file_is_a_value_error(tmp_path, content):
+    path = tmp_path / "table.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is no table"):
+        KernelTable.read(path)
+
+
+def test_the_speeds_rank_and_not_the_order_of_a_file(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"gpu": "cpu", "about": {}, "cells": [CELL]}))
+    assert KernelTable.read(path).order("forward", 64, "full", 1024) == ("hopper", "triton")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ringflash as rf
 from ringflash.schedule.plan import plan
-from ringflash.schedule.tiles import Bounds
+from ringflash.schedule.tiles import Bounds, tightened
 from ringflash.testing.oracle import visible
 from tests.drawn import layouts, masks, reach
 
@@ -345,3 +345,17 @@ def test_places_that_do_not_exist_are_refused(arguments):
         for ask in (layout.positions, layout.shard_length):
             with pytest.raises(ValueError, match="must be"):
                 ask(*arguments)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=9))
+def test_tightened_ends_show_the_same_pairs_and_stay_between_their_neighbours(ends):
+    """Rows that see nothing may have their ends anywhere that keeps both sorted; tightened, they add nothing to a block."""
+    lo, hi = (torch.tensor(sorted(x), dtype=torch.int32)[None] for x in zip(*ends, strict=True))
+    hi = torch.maximum(lo, hi)
+    tight_lo, tight_hi = tightened(lo, hi)
+    is_seen = lo < hi
+    assert torch.equal(tight_lo[is_seen], lo[is_seen]) and torch.equal(tight_hi[is_seen], hi[is_seen])
+    assert bool((tight_lo[~is_seen] == tight_hi[~is_seen]).all())
+    assert bool((tight_lo.diff() >= 0).all()) and bool((tight_hi.diff() >= 0).all())
+    if bool(is_seen.any()):
+        assert int(tight_lo.min()) == int(lo[is_seen].min()) and int(tight_hi.max()) == int(hi[is_seen].max())
