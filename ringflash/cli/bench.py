@@ -33,8 +33,11 @@ def kernels(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     # Before minutes of measuring, not after.
     if chosen.out is not None:
+        is_new = not chosen.out.exists()
         try:
             chosen.out.open("a").close()
+            if is_new:
+                chosen.out.unlink()
         except OSError as error:
             parser.error(f"--out {chosen.out}: cannot be written to: {error.strerror}")
     if not torch.cuda.is_available():
