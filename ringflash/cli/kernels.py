@@ -276,7 +276,3 @@ def line(row: Measured) -> str:
     """A row as it is printed while the run goes on."""
     figures = "  ".join(f"{name} {tflops:.0f} (±{row.spread[name]:.1%})" for name, tflops in row.tflops.items())
     return f"{row.direction:8} {row.shape}:  {figures}"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:200]

@@ -202,7 +202,7 @@ def choose(call: Call, name: str | KernelTable | None = None) -> Choice:
 
 def _order(call: Call, table: KernelTable | None) -> tuple[str, ...]:
     """Who is asked, in turn: those that were measured by speed, then the device's preference."""
-    gpu = gpu_name(call.device)
+    gpu, preference = gpu_name(call.device), PREFERENCE.get(call.device.type, ("reference",))
     if table is None:
         table = committed(gpu)
     elif table.gpu != gpu:
@@ -211,14 +211,14 @@ def _order(call: Call, table: KernelTable | None) -> tuple[str, ...]:
             "`python -m ringflash bench kernels --out FILE`"
         )
     if table is None:
-        return PREFERENCE.get(call.device.type, ("reference",))
+        return preference
     # Of all its cells, so that a table is refused at its first call and not in the middle of a training.
     if unknown := [name for speeds in table.cells.values() for name in speeds if name not in BACKENDS]:
         raise ValueError(
             f"attention: backend is a KernelTable that ranks {unknown[0]!r}; it knows {', '.join(BACKENDS)}"
         )
     measured = table.order(call.direction, call.head_dim, call.mask, call.length_class)
-    return tuple(dict.fromkeys((*measured, *PREFERENCE.get(call.device.type, ("reference",)))))
+    return tuple(dict.fromkeys((*measured, *preference)))
 
 
 def _must_be_named(backend: Backend, call: Call) -> str | None:

@@ -26,7 +26,7 @@ from ringflash.kernels.hopper.tuning import (
 )
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.score import Score
-from ringflash.kernels.triton.launch import Triton
+from ringflash.kernels.triton.launch import Triton, batch_stride
 from ringflash.schedule.tiles import Bounds
 
 ROWS = 64  # of a tile that one warpgroup holds
@@ -85,7 +85,7 @@ class Hopper(Backend):
             forward_kernel[(min(q_blocks * B * Hq, _multiprocessors(q.device)),)](
                 described(q, ROWS, block_d), described(k, block_k, block_d), values,
                 described(partial.out, ROWS, block_dv, is_written=True) if is_last else values,
-                partial.out, before, partial.lse, lo, hi, _counter(q.device), _batch_stride(lo),
+                partial.out, before, partial.lse, lo, hi, _counter(q.device), batch_stride(lo),
                 B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
                 BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
                 ROUNDED=is_last, OUT_IN_Q=block_d == block_dv == 256,
@@ -129,7 +129,7 @@ class Hopper(Backend):
             described(dv, ROWS, block_dv, is_written=True) if is_all else values,
         )
         numbers = (
-            lo, hi, dk.stride(0), dv.stride(0), _batch_stride(lo), B, Hq, Hk, Sq, Sk, group, D, Dv, score.factor,
+            lo, hi, dk.stride(0), dv.stride(0), batch_stride(lo), B, Hq, Hk, Sq, Sk, group, D, Dv, score.factor,
         )  # fmt: skip
         constants = {
             "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SHAPE": bounds.shape, "STORE": is_all,
@@ -208,10 +208,6 @@ def _counter(device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _counter_of(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def _batch_stride(lo: Tensor) -> int:
-    return lo.stride(0) if lo.shape[0] > 1 else 0
 
 
 def backends() -> dict[str, Backend]:

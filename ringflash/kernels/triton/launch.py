@@ -75,7 +75,7 @@ class Triton(Backend):
         terms = Terms.of(score, bounds, q.device)
         with _on(q):
             forward_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
-                q, k, v, lo, hi, before, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), _batch_stride(lo),
+                q, k, v, lo, hi, before, partial.out, partial.lse, *terms.tensors, *_strides(q, k, v), batch_stride(lo),
                 Sq, Hq, Hq // Hk, *terms.numbers, INTO=into is not None, IS_LAST=is_last,
                 IS_CAUSAL=bounds.shape == "causal",
                 **_constants(q, v, block), **terms.flags,
@@ -112,7 +112,7 @@ class Triton(Backend):
         with _on(q):
             key_gradient_kernel[(triton.cdiv(Sk, block.block_k), Hk, B)](
                 q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, total, dk, dv, *terms.tensors, *strides, dk.stride(0),
-                dv.stride(0), _batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes, STORE=is_all,
+                dv.stride(0), batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes, STORE=is_all,
                 IS_CAUSAL=bounds.shape == "causal",
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
@@ -120,7 +120,7 @@ class Triton(Backend):
                 block = tiles(QUERY_GRADIENT, dim, q.dtype, capability)
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
-                    q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, _batch_stride(lo),
+                    q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, batch_stride(lo),
                     Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, IS_CAUSAL=bounds.shape == "causal",
                     **_constants(q, v, block), **terms.flags,
                 )  # fmt: skip
@@ -205,7 +205,8 @@ def _is_laid_out(x: Tensor) -> bool:
     return x.transpose(1, 2).is_contiguous()
 
 
-def _batch_stride(lo: Tensor) -> int:
+def batch_stride(lo: Tensor) -> int:
+    """Of bounds: 0 where all batch rows share them."""
     return lo.stride(0) if lo.shape[0] > 1 else 0
 
 
