@@ -24,10 +24,8 @@ from ringflash.kernels.hopper.gluon import (
 )
 
 # Named barriers; pairs are those of a stage or of a warpgroup.
-QUERIES_FREE = gl.constexpr(5)  # 5 to 7
-DOUT_FREE = gl.constexpr(8)
-DS_WRITTEN = gl.constexpr(10)
-DS_READY = gl.constexpr(8)  # 8 to 11, by warpgroup and parity of the step; in place of the two above
+STAGE_FREE = gl.constexpr(5)  # 5 to 7: q and dout of a step
+DS_READY = gl.constexpr(8)  # 8 to 11, by warpgroup and parity of the step
 DQ_FULL = gl.constexpr(12)
 DQ_FREE = gl.constexpr(14)
 KEYS = gl.constexpr(64)  # of a warpgroup
@@ -104,9 +102,9 @@ def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, SHAPE: gl.c
 @gluon.jit
 def _load(
     shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, SHAPE: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """The load warp. With three stages each, q and dout of a step are freed together."""
+    """The load warp: keys and values once, then q, dout and the row statistics of every step."""
     SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
@@ -126,28 +124,20 @@ def _load(
         h = hk * group + g
         for block in range(n_all):
             row = begin + block * ROWS
-            stage = n % Q_STAGES
-            if n >= Q_STAGES:
-                meet(QUERIES_FREE + stage, 2 * 128 + 32)
+            stage = n % STAGES
+            if n >= STAGES:
+                meet(STAGE_FREE + stage, 2 * 128 + 32)
             mbarrier.expect(shared.q_full.index(stage), ROWS * BLOCK_D * SIZE + ROWS * 4)
             tma_load(q_desc, [b, h, row, 0], shared.q_full.index(stage), shared.q.index(stage))
             tma_load(lse_desc, [b * Hq + h, row], shared.q_full.index(stage), shared.lse.index(stage))
-            stage = n % DOUT_STAGES
-            if DOUT_STAGES != 3:
-                if n >= DOUT_STAGES:
-                    meet(DOUT_FREE + stage, 2 * 128 + 32)
             mbarrier.expect(shared.dout_full.index(stage), ROWS * BLOCK_DV * SIZE + ROWS * 4)
             tma_load(dout_desc, [b, h, row, 0], shared.dout_full.index(stage), shared.dout.index(stage))
             tma_load(delta_desc, [b * Hq + h, row], shared.dout_full.index(stage), shared.delta.index(stage))
             n += 1
     # Take what is signalled after the last use, so that no barrier is left half full.
-    for i in gl.static_range(Q_STAGES):
+    for i in gl.static_range(STAGES):
         if n > i:
-            meet(QUERIES_FREE + (n - 1 - i) % Q_STAGES, 2 * 128 + 32)
-    if DOUT_STAGES != 3:
-        for i in gl.static_range(DOUT_STAGES):
-            if n > i:
-                meet(DOUT_FREE + (n - 1 - i) % DOUT_STAGES, 2 * 128 + 32)
+            meet(STAGE_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
 
 
 @gluon.jit
@@ -241,7 +231,7 @@ def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.con
 @gluon.jit
 def _visit_rows(
     c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """(dk [KEYS, BLOCK_D], dv [KEYS, BLOCK_DV]) of warpgroup c, one step after the other."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -256,41 +246,53 @@ def _visit_rows(
     zero = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LS)
     zero_dq = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LQ)
     block = 0
-    for n in range(n_all * group):
+    steps = n_all * group
+    if steps > 0:
+        mbarrier.wait(shared.q_full.index(0), 0)
+    s = warpgroup_mma(
+        shared.k.index(c).reshape([KEYS, BLOCK_D]),
+        shared.q.index(0).reshape([ROWS, BLOCK_D]).permute((1, 0)),
+        zero,
+        use_acc=False,
+        is_async=True,
+    )
+    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+    for n in range(steps):
         # Zero, but the compiler does not know: it would keep the descriptors of k and v in registers, which are short.
         unknown = n >> 29
         k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
         v = shared.v.index(unknown + c).reshape([KEYS, BLOCK_DV])
-        q_stage = n % Q_STAGES
-        dout_stage = n % DOUT_STAGES
-        q = shared.q.index(q_stage).reshape([ROWS, BLOCK_D])
-        dout = shared.dout.index(dout_stage).reshape([ROWS, BLOCK_DV])
-        mbarrier.wait(shared.q_full.index(q_stage), (n // Q_STAGES) & 1)
-        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(shared.dout_full.index(dout_stage), (n // DOUT_STAGES) & 1)
+        stage = n % STAGES
+        q = shared.q.index(stage).reshape([ROWS, BLOCK_D])
+        dout = shared.dout.index(stage).reshape([ROWS, BLOCK_DV])
+        mbarrier.wait(shared.dout_full.index(stage), (n // STAGES) & 1)
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
         hides = (block < n_left) | (block >= n_full)
-        p = _probabilities(shared, s, q_stage, begin + block * ROWS, hides, scale_log2, c, LS)
+        p = _probabilities(shared, s, stage, begin + block * ROWS, hides, scale_log2, c, LS)
         p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
         dv = warpgroup_mma(p_t, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
-        ds = score_gradient(shared, p, dp, dout_stage, scale, LS).to(dtype)
-        buffer = (n & 1) * 2
-        shared.ds.index(buffer + c).store(ds)
+        ds = score_gradient(shared, p, dp, stage, scale, LS).to(dtype)
+        parity = n & 1
+        shared.ds.index(parity * 2 + c).store(ds)
         fence_async_shared()
-        meet(DS_WRITTEN, 256)
+        signal(DS_READY + 2 * c + parity, 256)
+        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
         k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
         k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        dq = warpgroup_mma(shared.ds.index(buffer).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(shared.ds.index(buffer + 1).permute((1, 0)), k_second, dq, is_async=True)
-        dv = warpgroup_mma_wait(num_outstanding=2, deps=[dv])
-        signal(DOUT_FREE + dout_stage, 2 * 128 + 32)
-        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
+        meet(DS_READY + 2 * (1 - c) + parity, 256)
+        dq = warpgroup_mma(shared.ds.index(parity * 2).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(shared.ds.index(parity * 2 + 1).permute((1, 0)), k_second, dq, is_async=True)
+        next_stage = (n + 1) % STAGES
+        if n + 1 < steps:
+            mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
+        next_q = shared.q.index(next_stage).reshape([ROWS, BLOCK_D])
+        dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
+        signal(STAGE_FREE + stage, 2 * 128 + 32)
+        s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
         _hand_over_dq(shared, dq, c, n, BLOCK_D)
-        dk = warpgroup_mma_wait(num_outstanding=0, deps=[dk])
-        signal(QUERIES_FREE + q_stage, 2 * 128 + 32)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
         block += 1
         if block == n_all:
             block = 0
@@ -369,7 +371,7 @@ def _visit_rows_ahead(
         dp = warpgroup_mma_wait(num_outstanding=4, deps=[dp])
         ds = score_gradient(shared, p, dp, next_stage, scale, LS)
         dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
-        signal(QUERIES_FREE + stage, 2 * 128 + 32)
+        signal(STAGE_FREE + stage, 2 * 128 + 32)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=[dq])
         # The other warpgroup has read what lies here: it said so with its share of this step, which was after its dq of
         # the step before. With one barrier for both parities a second signal could come before the first is taken.
@@ -385,7 +387,7 @@ def _visit_rows_ahead(
 def _differentiate(
     c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
     B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: keys c * KEYS ... of the program's tile."""
     head, tile_key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
@@ -405,14 +407,10 @@ def _differentiate(
             clear_rows(shared.k.index(c).reshape([KEYS, BLOCK_D]), seen_from, seen_until, KEYS, BLOCK_D)
             clear_rows(shared.v.index(c).reshape([KEYS, BLOCK_DV]), seen_from, seen_until, KEYS, BLOCK_DV)
     warpgroup_barrier()  # what one warp has written all may read; the other warpgroup waits before it reads any of this
-    if DOUT_STAGES == 3:
-        dk, dv = _visit_rows_ahead(
-            c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, Q_STAGES
-        )
+    if AHEAD:
+        dk, dv = _visit_rows_ahead(c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, STAGES)
     else:
-        dk, dv = _visit_rows(
-            c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES
-        )
+        dk, dv = _visit_rows(c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, STAGES)
     if n_all > 0:
         meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
     if STORE:
@@ -451,7 +449,7 @@ def add_sums(ptr, x, key, column, hk, Hk, Sk, DIM, KEYS_OF_TILE: gl.constexpr, C
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
     stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
     SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Add to dq [B, Sq, Hq, HEAD_DIM] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
@@ -464,23 +462,22 @@ def backward_kernel(
     shared = Shared(
         gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_D], k_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
-        gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, BLOCK_D], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, 1, ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
         gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2)),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, BLOCK_D // 2], dq_desc.layout),
         gl.allocate_shared_memory(gl.int32, [4, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
     )
     for i in gl.static_range(2):
         mbarrier.init(shared.kv_full.index(i), count=1)
-    for i in gl.static_range(Q_STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(shared.q_full.index(i), count=1)
-    for i in gl.static_range(DOUT_STAGES):
         mbarrier.init(shared.dout_full.index(i), count=1)
     shared.count.store(gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0])))
     fence_async_shared()
@@ -488,15 +485,15 @@ def backward_kernel(
         [
             (_differentiate, (
                 0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, SHAPE, STORE,
             )),
             (_differentiate, (
                 1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, SHAPE, STORE,
             )),
             (_load, (
                 shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, SHAPE,
+                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, STAGES, SHAPE,
             )),
             (_add_dq, (shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, SHAPE)),
         ],

@@ -26,6 +26,7 @@ KEYS_FREE = gl.constexpr(6)
 VALUES_FREE = gl.constexpr(8)
 QUERIES_FREE = gl.constexpr(10)
 TURN = gl.constexpr(12)
+OUT_FREE = gl.constexpr(14)
 STAGES = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 # What the load warp says of a tile: batch row x head, or -1 for no more; first query; first key; key blocks that hide
@@ -47,12 +48,13 @@ class Shared:
     v_full: gl.shared_memory_descriptor
     facts_full: gl.shared_memory_descriptor
     facts_free: gl.shared_memory_descriptor
+    before_full: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, facts, q_full, k_full, v_full, facts_full, facts_free):
+    def __init__(self, q, k, v, out, facts, q_full, k_full, v_full, facts_full, facts_free, before_full):
         self.q, self.k, self.v, self.out, self.facts = q, k, v, out, facts
         self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
-        self.facts_full, self.facts_free = facts_full, facts_free
+        self.facts_full, self.facts_free, self.before_full = facts_full, facts_free, before_full
 
 
 @gluon.jit
@@ -137,11 +139,21 @@ def _load_queries(desc, shared, b, head, row, turn, c: gl.constexpr, BYTES: gl.c
 
 
 @gluon.jit
+def _load_before(desc, shared, b, head, row, BLOCK_DV: gl.constexpr):
+    """Bring what a tile is merged with, once the tile before has left the memory that it goes to."""
+    for c in gl.static_range(2):
+        meet(OUT_FREE + c, 128 + 32)
+        mbarrier.expect(shared.before_full.index(c), ROWS * BLOCK_DV * 4)
+        tma_load(desc, [b, head, row + c * ROWS, 0], shared.before_full.index(c), shared.out.index(c))
+
+
+@gluon.jit
 def _load(
-    shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
+    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, SKIP: gl.constexpr,
+    BRINGS_BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """The load warp. SKIP: tiles that see no key need no visit."""
+    """The load warp. SKIP: tiles that see no key need no visit. BRINGS_BEFORE: what tiles are merged with comes by it."""
     SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
     Q_BYTES: gl.constexpr = ROWS * BLOCK_D * SIZE
     K_BYTES: gl.constexpr = BLOCK_K * BLOCK_D * SIZE
@@ -202,6 +214,12 @@ def _load(
             _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES)
             _load_block(v_desc, shared.v, shared.v_full, VALUES_FREE, this_b, hk, key, n, V_BYTES)
             n += 1
+            if BRINGS_BEFORE:
+                if i == 1:
+                    _load_before(before_desc, shared, this_b, h, this_row, BLOCK_DV)
+        if BRINGS_BEFORE:
+            if blocks == 1:
+                _load_before(before_desc, shared, this_b, h, this_row, BLOCK_DV)
     _publish(shared, turn, -1, 0, 0, 0, 0, 0, 0)
     # Take what is signalled after the last use, so that no barrier is left half full.
     for i in gl.static_range(STAGES):
@@ -264,11 +282,11 @@ def _step(
 
 @gluon.jit
 def _finish(
-    shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, h, row, Sq, Hq, VALUE_DIM,
-    c: gl.constexpr, BLOCK_DV: gl.constexpr, INTO: gl.constexpr, ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, h, row, Sq, Hq, VALUE_DIM, turn,
+    c: gl.constexpr, BLOCK_DV: gl.constexpr, INTO: gl.constexpr, ROUNDED: gl.constexpr, WAY: gl.constexpr,
     LO: gl.constexpr,
 ):  # fmt: skip
-    """Normalise, merge with what was there before, store out and lse."""
+    """Normalise, merge with what was there before, store out and lse. WAY: see forward_kernel."""
     L: gl.constexpr = gl.SliceLayout(1, LO)
     row_max = gl.convert_layout(row_max, L)
     row_sum = gl.convert_layout(row_sum, L)
@@ -290,34 +308,39 @@ def _finish(
         total = share_before + share
         portion = gl.where(total > 0.0, 1.0 / total, 0.0)
         lse = gl.where(total > 0.0, peak + gl.log(total), float("-inf"))
-        weight = weight * share * portion
-        acc = (
-            acc * weight[:, None]
-            + gl.load(before_ptr + offsets, mask=valid, other=0.0) * (share_before * portion)[:, None]
-        )
+        acc = acc * (weight * share * portion)[:, None]
+        if WAY == "own":
+            mbarrier.wait(shared.before_full.index(c), turn & 1)
+            before = shared.out.index(c).reshape([ROWS, BLOCK_DV]).load(LO)
+        else:
+            before = gl.load(before_ptr + offsets, mask=valid, other=0.0)
+        acc = acc + before * (share_before * portion)[:, None]
     else:
         acc = acc * weight[:, None]
-    gl.store(lse_ptrs, lse, mask=inside)
-    if ROUNDED:
-        if OUT_IN_Q:
-            out = shared.q.index(c)
-        else:
+        if WAY == "own":
             tma_store_wait(0)
+    gl.store(lse_ptrs, lse, mask=inside)
+    if WAY == "direct":
+        gl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=valid)
+    else:
+        if WAY == "queries":
+            out = shared.q.index(c)
+        elif INTO and ROUNDED:
+            out = shared.out.index(c)._reinterpret(shared.v.dtype, [2, 1, 1, ROWS, BLOCK_DV], out_desc.layout).index(0)
+        else:
             out = shared.out.index(c)
-        out.reshape([ROWS, BLOCK_DV]).store(acc.to(shared.v.dtype))
+        out.reshape([ROWS, BLOCK_DV]).store(acc.to(out.dtype))
         fence_async_shared()
         tma_store(out_desc, [b, h, row, 0], out)
-        if OUT_IN_Q:
+        if WAY == "queries":
             tma_store_wait(0)
-    else:
-        gl.store(out_ptr + offsets, acc, mask=valid)
 
 
 @gluon.jit
 def _attend(
     c: gl.constexpr, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
     VALUE_DIM, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr,
-    INTO: gl.constexpr, ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    INTO: gl.constexpr, ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: rows c * ROWS ... of every tile that the load warp announces."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -363,6 +386,9 @@ def _attend(
         s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
         signal(KEYS_FREE + stage, 2 * 128 + 32)
+        if INTO and WAY == "own":
+            tma_store_wait(0)  # of the tile before
+            signal(OUT_FREE + c, 128 + 32)
         s = _hide(s * scale_log2, lo - block * BLOCK_K, hi - block * BLOCK_K, BLOCK_K, LEFT, LS)
         row_max = gl.max(s, axis=1)
         p = exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
@@ -398,7 +424,7 @@ def _attend(
                 n += 1
                 block -= 1
 
-        if not OUT_IN_Q:
+        if WAY != "queries":
             signal(QUERIES_FREE + c, 128 + 32)
         weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
         before = (n - 1) % STAGES
@@ -408,9 +434,9 @@ def _attend(
         signal(VALUES_FREE + before, 2 * 128 + 32)
         _finish(
             shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, head - b * Hq, row, Sq, Hq,
-            VALUE_DIM, c, BLOCK_DV, INTO, ROUNDED, OUT_IN_Q, LO,
+            VALUE_DIM, turn, c, BLOCK_DV, INTO, ROUNDED, WAY, LO,
         )  # fmt: skip
-        if OUT_IN_Q:
+        if WAY == "queries":
             signal(QUERIES_FREE + c, 128 + 32)
         turn += 1
         mbarrier.wait(shared.facts_full, turn & 1)
@@ -420,25 +446,28 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "VALUE_DIM"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, out_desc, before_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
     stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, scale,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, INTO: gl.constexpr,
-    ROUNDED: gl.constexpr, OUT_IN_Q: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, Hq, VALUE_DIM], and lse fp32, in memory [B, Hq, Sq]; if INTO, merged with before, fp32, and with lse.
 
-    Descriptors are of [B, heads, tokens, dim]. ROUNDED: out is stored through out_desc in q's type; else in fp32 at
-    out_ptr. OUT_IN_Q: out passes through the memory of the queries, for want of its own. TAKE_TURNS: one
-    warpgroup's products start when the other's have. SHAPE: "full", "causal" for a
-    causal square, or "rows", whose bounds lo, hi int32 [1 or B, Sq] are read. scale > 0. counter: one int32, 0.
+    Descriptors are of [B, heads, tokens, dim]. ROUNDED: out is stored in q's type; else in fp32. WAY of a tile of out:
+    through memory of its "own", by which comes what it is merged with too; for want of it, rounded, through that of the
+    "queries"; or "direct" from and to registers. TAKE_TURNS: one warpgroup's products start when the other's have. SHAPE:
+    "full", "causal" for a causal square, or "rows", whose bounds lo, hi int32 [1 or B, Sq] are read. scale > 0. counter:
+    one int32, 0.
     """
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    if OUT_IN_Q or not ROUNDED:
+    if WAY != "own":
         out_tiles = q_tiles
+    elif INTO:
+        out_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, BLOCK_DV], before_desc.layout)
     else:
-        out_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
+        out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     shared = Shared(
         q_tiles,
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout),
@@ -450,9 +479,11 @@ def forward_kernel(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [1], barrier),
         gl.allocate_shared_memory(gl.int64, [1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
     )
     for i in gl.static_range(2):
         mbarrier.init(shared.q_full.index(i), count=1)
+        mbarrier.init(shared.before_full.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(shared.k_full.index(i), count=1)
         mbarrier.init(shared.v_full.index(i), count=1)
@@ -463,15 +494,15 @@ def forward_kernel(
         [
             (_attend, (
                 0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q, TAKE_TURNS,
+                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS,
             )),
             (_attend, (
                 1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, OUT_IN_Q, TAKE_TURNS,
+                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS,
             )),
             (_load, (
-                shared, q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
-                BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED,
+                shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk,
+                GROUP, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED, INTO and WAY == "own",
             )),
         ],
         [4, 1],

@@ -18,11 +18,12 @@ from ringflash.kernels.hopper.tuning import (
     KEYS,
     QUERIES,
     backward_group,
-    backward_stages,
     forward_group,
     forward_keys,
     padded,
     takes_turns,
+    way_of_out,
+    works_ahead,
 )
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.score import Score
@@ -80,15 +81,17 @@ class Hopper(Backend):
         lo, hi = bounds.to(q.device)
         q_blocks = -(-Sq // QUERIES)
         group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
+        way = way_of_out(block_d, block_dv, block_k, is_fp32=into is not None or not is_last, is_rounded=is_last)
         values = described(v, block_k, block_dv)
         with torch.cuda.device(q.device):
             forward_kernel[(min(q_blocks * B * Hq, _multiprocessors(q.device)),)](
                 described(q, ROWS, block_d), described(k, block_k, block_d), values,
-                described(partial.out, ROWS, block_dv, is_written=True) if is_last else values,
+                values if way == "direct" else described(partial.out, ROWS, block_dv, is_written=True),
+                described(before, ROWS, block_dv) if into is not None and way == "own" else values,
                 partial.out, before, partial.lse, lo, hi, _counter(q.device), batch_stride(lo),
                 B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
                 BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
-                ROUNDED=is_last, OUT_IN_Q=block_d == block_dv == 256,
+                ROUNDED=is_last, WAY=way,
                 TAKE_TURNS=takes_turns(block_d, bounds.shape), num_warps=4, maxnreg=168,
             )  # fmt: skip
         return partial
@@ -139,10 +142,10 @@ class Hopper(Backend):
             if is_wide:
                 wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, total, dk, dv, *numbers, **constants)
             else:
-                q_stages, dout_stages = backward_stages(max(block_d, block_dv))
+                is_ahead = works_ahead(max(block_d, block_dv))
                 backward_kernel[(k_blocks * B * Hk,)](
                     *inputs, described(total, ROWS, block_d // 2, is_written=True), *results, dk, dv, *numbers,
-                    Q_STAGES=q_stages, DOUT_STAGES=dout_stages, **constants,
+                    STAGES=3 if is_ahead else 2, AHEAD=is_ahead, **constants,
                 )  # fmt: skip
         if total is not dq:
             dq.copy_(total)
