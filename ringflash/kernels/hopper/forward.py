@@ -26,7 +26,7 @@ KEYS_FREE = gl.constexpr(6)
 VALUES_FREE = gl.constexpr(8)
 QUERIES_FREE = gl.constexpr(10)
 TURN = gl.constexpr(12)
-OUT_FREE = gl.constexpr(14)
+OUT_FREE = gl.constexpr(13)  # to 15; two warpgroups take turns at 12 and 13, so theirs start one later
 STAGES = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 # What the load warp says of a tile: batch row x head, or -1 for no more; first query; first key; key blocks that hide
@@ -72,12 +72,12 @@ def _place(tile, q_blocks, heads, GROUP):
 
 
 @gluon.jit
-def _visited(lo_ptr, hi_ptr, row, Sq, Sk, BLOCK_K: gl.constexpr, SHAPE: gl.constexpr):
-    """(first key, blocks that hide keys at the left, end of those that show all, all blocks, keys) of 2 ROWS queries.
+def _visited(lo_ptr, hi_ptr, row, Sq, Sk, TILE: gl.constexpr, BLOCK_K: gl.constexpr, SHAPE: gl.constexpr):
+    """(first key, blocks that hide keys at the left, end of those that show all, all blocks, keys) of TILE queries.
 
     As split_blocks of the Triton kernels: ends grow along the rows, so those of the first and the last row say it all.
     """
-    last = gl.minimum(row + 2 * ROWS, Sq) - 1
+    last = gl.minimum(row + TILE, Sq) - 1
     if SHAPE == "full":
         begin = row * 0
         end = begin + Sk
@@ -121,11 +121,11 @@ def _fact(shared, i: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(desc, tiles, full, free: gl.constexpr, b, head, key, n, BYTES: gl.constexpr):
+def _load_block(desc, tiles, full, free: gl.constexpr, b, head, key, n, BYTES: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Bring a block into the stage of step n, as soon as what was there has been used."""
     stage = n % STAGES
     if n >= STAGES:
-        meet(free + stage, 2 * 128 + 32)
+        meet(free + stage, WARPGROUPS * 128 + 32)
     mbarrier.expect(full.index(stage), BYTES)
     tma_load(desc, [b, head, key, 0], full.index(stage), tiles.index(stage))
 
@@ -139,10 +139,10 @@ def _load_queries(desc, shared, b, head, row, turn, c: gl.constexpr, BYTES: gl.c
 
 
 @gluon.jit
-def _load_before(desc, shared, b, head, row, BLOCK_DV: gl.constexpr):
+def _load_before(desc, shared, b, head, row, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Bring what a tile is merged with, once the tile before has left the memory that it goes to."""
-    for c in gl.static_range(2):
-        meet(OUT_FREE + c, 128 + 32)
+    for c in gl.static_range(WARPGROUPS):
+        meet(OUT_FREE + 3 - WARPGROUPS + c, 128 + 32)
         mbarrier.expect(shared.before_full.index(c), ROWS * BLOCK_DV * 4)
         tma_load(desc, [b, head, row + c * ROWS, 0], shared.before_full.index(c), shared.out.index(c))
 
@@ -151,24 +151,25 @@ def _load_before(desc, shared, b, head, row, BLOCK_DV: gl.constexpr):
 def _load(
     shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, SKIP: gl.constexpr,
-    BRINGS_BEFORE: gl.constexpr,
+    BRINGS_BEFORE: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """The load warp. SKIP: tiles that see no key need no visit. BRINGS_BEFORE: what tiles are merged with comes by it."""
     SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
+    TILE: gl.constexpr = WARPGROUPS * ROWS
     Q_BYTES: gl.constexpr = ROWS * BLOCK_D * SIZE
     K_BYTES: gl.constexpr = BLOCK_K * BLOCK_D * SIZE
     V_BYTES: gl.constexpr = BLOCK_K * BLOCK_DV * SIZE
-    q_blocks = (Sq + 2 * ROWS - 1) // (2 * ROWS)
+    q_blocks = (Sq + TILE - 1) // TILE
     heads = B * Hq
     tiles = q_blocks * heads
     turn = 0
     n = 0
     tile = gl.program_id(0)
     head, block = _place(tile, q_blocks, heads, GROUP)
-    row = block * 2 * ROWS
+    row = block * TILE
     b = head // Hq
     begin, n_left, n_full, n_all, keys = _visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, BLOCK_K, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, TILE, BLOCK_K, SHAPE
     )
     while tile < tiles:
         this_b = b
@@ -182,51 +183,41 @@ def _load(
             blocks = gl.maximum(n_all, 1)
         if blocks > 0:
             _publish(shared, turn, head, row, begin, n_left, n_full, blocks, keys)
-            # In the order of use: Q of one warpgroup, K, Q of the other, V.
+            key = this_begin + (blocks - 1) * BLOCK_K
+            # In the order of use: Q of one warpgroup, K, Q of the others, V.
             _load_queries(q_desc, shared, this_b, h, this_row, turn, 0, Q_BYTES)
-            _load_block(
-                k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, this_begin + (blocks - 1) * BLOCK_K, n, K_BYTES
-            )
-            _load_queries(q_desc, shared, this_b, h, this_row + ROWS, turn, 1, Q_BYTES)
-            _load_block(
-                v_desc,
-                shared.v,
-                shared.v_full,
-                VALUES_FREE,
-                this_b,
-                hk,
-                this_begin + (blocks - 1) * BLOCK_K,
-                n,
-                V_BYTES,
-            )
+            _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES, WARPGROUPS)
+            for c in gl.static_range(1, WARPGROUPS):
+                _load_queries(q_desc, shared, this_b, h, this_row + c * ROWS, turn, c, Q_BYTES)
+            _load_block(v_desc, shared.v, shared.v_full, VALUES_FREE, this_b, hk, key, n, V_BYTES, WARPGROUPS)
             n += 1
             turn += 1
         # What comes next is looked up while this tile is computed.
         tile = gl.num_programs(0) + next_tile(counter_ptr, tiles)
         head, block = _place(gl.minimum(tile, tiles - 1), q_blocks, heads, GROUP)
-        row = block * 2 * ROWS
+        row = block * TILE
         b = head // Hq
         begin, n_left, n_full, n_all, keys = _visited(
-            lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, BLOCK_K, SHAPE
+            lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, TILE, BLOCK_K, SHAPE
         )
         for i in range(1, blocks):
             key = this_begin + (blocks - 1 - i) * BLOCK_K
-            _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES)
-            _load_block(v_desc, shared.v, shared.v_full, VALUES_FREE, this_b, hk, key, n, V_BYTES)
+            _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES, WARPGROUPS)
+            _load_block(v_desc, shared.v, shared.v_full, VALUES_FREE, this_b, hk, key, n, V_BYTES, WARPGROUPS)
             n += 1
             if BRINGS_BEFORE:
                 if i == 1:
-                    _load_before(before_desc, shared, this_b, h, this_row, BLOCK_DV)
+                    _load_before(before_desc, shared, this_b, h, this_row, BLOCK_DV, WARPGROUPS)
         if BRINGS_BEFORE:
             if blocks == 1:
-                _load_before(before_desc, shared, this_b, h, this_row, BLOCK_DV)
+                _load_before(before_desc, shared, this_b, h, this_row, BLOCK_DV, WARPGROUPS)
     _publish(shared, turn, -1, 0, 0, 0, 0, 0, 0)
     # Take what is signalled after the last use, so that no barrier is left half full.
     for i in gl.static_range(STAGES):
         if n > i:
-            meet(KEYS_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
-            meet(VALUES_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
-    for c in gl.static_range(2):
+            meet(KEYS_FREE + (n - 1 - i) % STAGES, WARPGROUPS * 128 + 32)
+            meet(VALUES_FREE + (n - 1 - i) % STAGES, WARPGROUPS * 128 + 32)
+    for c in gl.static_range(WARPGROUPS):
         if turn > 0:
             meet(QUERIES_FREE + c, 128 + 32)
 
@@ -244,7 +235,7 @@ def _hide(s, lo, hi, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, L: gl.constexpr)
 def _step(
     shared, q, acc, row_max, row_sum, p, n, lo, hi, scale_log2,
     c: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASKED: gl.constexpr,
-    LEFT: gl.constexpr, TAKE_TURNS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
+    LEFT: gl.constexpr, TAKE_TURNS: gl.constexpr, WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
 ):  # fmt: skip
     """Scores of block n together with P V of the block before, whose p [ROWS, BLOCK_K] is given in fp32."""
     weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
@@ -261,7 +252,7 @@ def _step(
     if TAKE_TURNS:
         signal(TURN + 1 - c, 256)
     s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
-    signal(KEYS_FREE + stage, 2 * 128 + 32)
+    signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
     if MASKED:
         s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
     # Maxima are in log2 units and rounded once, so that what was formed before and what is formed now share their pivots.
@@ -275,9 +266,43 @@ def _step(
     shrink = exp2(row_max - pivot)
     row_sum = row_sum * shrink + gl.sum(p, axis=1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    signal(VALUES_FREE + before, 2 * 128 + 32)
+    signal(VALUES_FREE + before, WARPGROUPS * 128 + 32)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, LO))[:, None]
     return acc, new_max, row_sum, p
+
+
+@gluon.jit
+def _step_alone(
+    shared, q, acc, row_max, row_sum, n, lo, hi, scale_log2,
+    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr,
+    WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
+):  # fmt: skip
+    """Scores, softmax and P V of block n, one after the other: the other warpgroups fill the gaps. It takes the registers
+    of one warpgroup of three, and small heads need three to keep the exponentials busy.
+    """
+    stage = n % STAGES
+    mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
+    zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
+    k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
+    s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+    signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
+    if MASKED:
+        s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
+    new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
+    pivot = new_max
+    if MASKED:
+        pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
+    shrink = exp2(row_max - pivot)
+    p = exp2(s * scale_log2 - pivot[:, None])
+    row_sum = row_sum * shrink + gl.sum(p, axis=1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, LO))[:, None]
+    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
+    mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
+    acc = warpgroup_mma(weights, shared.v.index(stage).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    signal(VALUES_FREE + stage, WARPGROUPS * 128 + 32)
+    return acc, new_max, row_sum
 
 
 @gluon.jit
@@ -337,16 +362,130 @@ def _finish(
 
 
 @gluon.jit
+def _visit_overlapped(
+    c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
+    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, FREES_OUT: gl.constexpr,
+    TAKE_TURNS: gl.constexpr, WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
+):  # fmt: skip
+    """(acc, row_max, row_sum, n) after blocks `block` down to 0, scores of one with P V of the block before it."""
+    LEFT: gl.constexpr = SHAPE == "rows"
+    # The last block has no P V to run with.
+    stage = n % STAGES
+    mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
+    zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
+    k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
+    s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+    signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
+    if FREES_OUT:
+        tma_store_wait(0)  # of the tile before
+        signal(OUT_FREE + 3 - WARPGROUPS + c, 128 + 32)
+    s = _hide(s * scale_log2, lo - block * BLOCK_K, hi - block * BLOCK_K, BLOCK_K, LEFT, LS)
+    row_max = gl.max(s, axis=1)
+    p = exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
+    row_sum = gl.sum(p, axis=1)
+    if SHAPE == "rows":
+        if unseen_from < BLOCK_K:
+            mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
+            # Both warpgroups write the same zeros, each before its own product.
+            clear_rows(shared.v.index(stage).reshape([BLOCK_K, BLOCK_DV]), 0, unseen_from, BLOCK_K, BLOCK_DV)
+    n += 1
+    block -= 1
+
+    while block >= n_full:
+        acc, row_max, row_sum, p = _step(
+            shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
+            BLOCK_K, BLOCK_D, BLOCK_DV, True, False, TAKE_TURNS, WARPGROUPS, LS, LO,
+        )  # fmt: skip
+        n += 1
+        block -= 1
+    while block >= n_left:
+        acc, row_max, row_sum, p = _step(
+            shared, q, acc, row_max, row_sum, p, n, lo, hi, scale_log2, c,
+            BLOCK_K, BLOCK_D, BLOCK_DV, False, False, TAKE_TURNS, WARPGROUPS, LS, LO,
+        )  # fmt: skip
+        n += 1
+        block -= 1
+    if SHAPE == "rows":
+        while block >= 0:
+            acc, row_max, row_sum, p = _step(
+                shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
+                BLOCK_K, BLOCK_D, BLOCK_DV, True, True, TAKE_TURNS, WARPGROUPS, LS, LO,
+            )  # fmt: skip
+            n += 1
+            block -= 1
+
+    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
+    before = (n - 1) % STAGES
+    mbarrier.wait(shared.v_full.index(before), ((n - 1) // STAGES) & 1)
+    acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    signal(VALUES_FREE + before, WARPGROUPS * 128 + 32)
+    return acc, row_max, row_sum, n
+
+
+@gluon.jit
+def _visit_alone(
+    c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
+    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, FREES_OUT: gl.constexpr,
+    WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
+):  # fmt: skip
+    """As _visit_overlapped, one block after the other."""
+    L: gl.constexpr = gl.SliceLayout(1, LS)
+    LEFT: gl.constexpr = SHAPE == "rows"
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=L)
+    row_sum = gl.full([ROWS], 0.0, gl.float32, layout=L)
+    if FREES_OUT:
+        tma_store_wait(0)  # of the tile before
+        signal(OUT_FREE + 3 - WARPGROUPS + c, 128 + 32)
+    if SHAPE == "rows":
+        if unseen_from < BLOCK_K:
+            mbarrier.wait(shared.v_full.index(n % STAGES), (n // STAGES) & 1)
+            # All warpgroups write the same zeros, each before its own product.
+            clear_rows(shared.v.index(n % STAGES).reshape([BLOCK_K, BLOCK_DV]), 0, unseen_from, BLOCK_K, BLOCK_DV)
+    # The last block may hide something at both ends.
+    acc, row_max, row_sum = _step_alone(
+        shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
+        BLOCK_K, BLOCK_D, BLOCK_DV, True, LEFT, WARPGROUPS, LS, LO,
+    )  # fmt: skip
+    n += 1
+    block -= 1
+    while block >= n_full:
+        acc, row_max, row_sum = _step_alone(
+            shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
+            BLOCK_K, BLOCK_D, BLOCK_DV, True, False, WARPGROUPS, LS, LO,
+        )  # fmt: skip
+        n += 1
+        block -= 1
+    while block >= n_left:
+        acc, row_max, row_sum = _step_alone(
+            shared, q, acc, row_max, row_sum, n, lo, hi, scale_log2,
+            BLOCK_K, BLOCK_D, BLOCK_DV, False, False, WARPGROUPS, LS, LO,
+        )  # fmt: skip
+        n += 1
+        block -= 1
+    if SHAPE == "rows":
+        while block >= 0:
+            acc, row_max, row_sum = _step_alone(
+                shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
+                BLOCK_K, BLOCK_D, BLOCK_DV, True, True, WARPGROUPS, LS, LO,
+            )  # fmt: skip
+            n += 1
+            block -= 1
+    return acc, row_max, row_sum, n
+
+
+@gluon.jit
 def _attend(
     c: gl.constexpr, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
     VALUE_DIM, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr,
     INTO: gl.constexpr, ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    OVERLAPS: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: rows c * ROWS ... of every tile that the load warp announces."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     L: gl.constexpr = gl.SliceLayout(1, LS)
-    LEFT: gl.constexpr = SHAPE == "rows"
     scale_log2 = scale * LOG2_E
     if TAKE_TURNS:
         if c == 1:
@@ -377,61 +516,18 @@ def _attend(
         q = shared.q.index(c).reshape([ROWS, BLOCK_D])
         mbarrier.wait(shared.q_full.index(c), turn & 1)
         acc = gl.full([ROWS, BLOCK_DV], 0.0, gl.float32, layout=LO)
-
-        # The last block has no P V to run with.
-        stage = n % STAGES
-        mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
-        zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
-        k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
-        s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-        signal(KEYS_FREE + stage, 2 * 128 + 32)
-        if INTO and WAY == "own":
-            tma_store_wait(0)  # of the tile before
-            signal(OUT_FREE + c, 128 + 32)
-        s = _hide(s * scale_log2, lo - block * BLOCK_K, hi - block * BLOCK_K, BLOCK_K, LEFT, LS)
-        row_max = gl.max(s, axis=1)
-        p = exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
-        row_sum = gl.sum(p, axis=1)
-        if SHAPE == "rows":
-            if unseen_from < BLOCK_K:
-                mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
-                # Both warpgroups write the same zeros, each before its own product.
-                clear_rows(shared.v.index(stage).reshape([BLOCK_K, BLOCK_DV]), 0, unseen_from, BLOCK_K, BLOCK_DV)
-        n += 1
-        block -= 1
-
-        while block >= n_full:
-            acc, row_max, row_sum, p = _step(
-                shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
-                BLOCK_K, BLOCK_D, BLOCK_DV, True, False, TAKE_TURNS, LS, LO,
+        if OVERLAPS:
+            acc, row_max, row_sum, n = _visit_overlapped(
+                c, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
+                BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and WAY == "own", TAKE_TURNS, WARPGROUPS, LS, LO,
             )  # fmt: skip
-            n += 1
-            block -= 1
-        while block >= n_left:
-            acc, row_max, row_sum, p = _step(
-                shared, q, acc, row_max, row_sum, p, n, lo, hi, scale_log2, c,
-                BLOCK_K, BLOCK_D, BLOCK_DV, False, False, TAKE_TURNS, LS, LO,
+        else:
+            acc, row_max, row_sum, n = _visit_alone(
+                c, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
+                BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and WAY == "own", WARPGROUPS, LS, LO,
             )  # fmt: skip
-            n += 1
-            block -= 1
-        if SHAPE == "rows":
-            while block >= 0:
-                acc, row_max, row_sum, p = _step(
-                    shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
-                    BLOCK_K, BLOCK_D, BLOCK_DV, True, True, TAKE_TURNS, LS, LO,
-                )  # fmt: skip
-                n += 1
-                block -= 1
-
         if WAY != "queries":
             signal(QUERIES_FREE + c, 128 + 32)
-        weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
-        before = (n - 1) % STAGES
-        mbarrier.wait(shared.v_full.index(before), ((n - 1) // STAGES) & 1)
-        acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-        signal(VALUES_FREE + before, 2 * 128 + 32)
         _finish(
             shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, head - b * Hq, row, Sq, Hq,
             VALUE_DIM, turn, c, BLOCK_DV, INTO, ROUNDED, WAY, LO,
@@ -449,62 +545,88 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, before_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
     stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, scale,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, INTO: gl.constexpr,
-    ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr, OVERLAPS: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, Hq, VALUE_DIM], and lse fp32, in memory [B, Hq, Sq]; if INTO, merged with before, fp32, and with lse.
 
-    Descriptors are of [B, heads, tokens, dim]. ROUNDED: out is stored in q's type; else in fp32. WAY of a tile of out:
-    through memory of its "own", by which comes what it is merged with too; for want of it, rounded, through that of the
-    "queries"; or "direct" from and to registers. TAKE_TURNS: one warpgroup's products start when the other's have. SHAPE:
-    "full", "causal" for a causal square, or "rows", whose bounds lo, hi int32 [1 or B, Sq] are read. scale > 0. counter:
-    one int32, 0.
+    Descriptors are of [B, heads, tokens, dim]. lo, hi int32 [1 or B, Sq]; counter: one int32, 0; scale > 0.
+    SHAPE: "full", "causal" for a causal square, or "rows", whose bounds are read.
+    ROUNDED: out is stored in q's type; else in fp32.
+    WAY of a tile of out: through memory of its "own", by which comes what it is merged with too; for want of it, rounded,
+        through that of the "queries"; or "direct" from and to registers.
+    OVERLAPS: scores of one block run beside P V of another. TAKE_TURNS: one warpgroup's products start when the other's
+        have.
     """
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     if WAY != "own":
         out_tiles = q_tiles
     elif INTO:
-        out_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, BLOCK_DV], before_desc.layout)
+        out_tiles = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, 1, 1, ROWS, BLOCK_DV], before_desc.layout)
     else:
-        out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
+        out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     shared = Shared(
         q_tiles,
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout),
         out_tiles,
         gl.allocate_shared_memory(gl.int32, [FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [1], barrier),
         gl.allocate_shared_memory(gl.int64, [1], barrier),
-        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], barrier),
     )
-    for i in gl.static_range(2):
+    for i in gl.static_range(WARPGROUPS):
         mbarrier.init(shared.q_full.index(i), count=1)
         mbarrier.init(shared.before_full.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(shared.k_full.index(i), count=1)
         mbarrier.init(shared.v_full.index(i), count=1)
     mbarrier.init(shared.facts_full, count=1)
-    mbarrier.init(shared.facts_free, count=2)
+    mbarrier.init(shared.facts_free, count=WARPGROUPS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_attend, (
-                0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS,
-            )),
-            (_attend, (
-                1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS,
-            )),
-            (_load, (
-                shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq, Sk,
-                GROUP, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED, INTO and WAY == "own",
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                )),
+                (_attend, (
+                    1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                )),
+                (_load, (
+                    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq,
+                    Sk, GROUP, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED, INTO and WAY == "own", WARPGROUPS,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                )),
+                (_attend, (
+                    1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                )),
+                (_attend, (
+                    2, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                )),
+                (_load, (
+                    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq,
+                    Sk, GROUP, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED, INTO and WAY == "own", WARPGROUPS,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip

@@ -16,10 +16,11 @@ from ringflash.kernels.hopper.forward import forward_kernel
 from ringflash.kernels.hopper.gluon import VERSION, VERSIONS, TensorDescriptor, gl
 from ringflash.kernels.hopper.tuning import (
     KEYS,
-    QUERIES,
     backward_group,
     forward_group,
     forward_keys,
+    forward_warpgroups,
+    overlaps,
     padded,
     takes_turns,
     way_of_out,
@@ -79,9 +80,12 @@ class Hopper(Backend):
         block_d, block_dv = padded(D), padded(Dv)
         block_k = forward_keys(block_d, block_dv)
         lo, hi = bounds.to(q.device)
-        q_blocks = -(-Sq // QUERIES)
+        warpgroups = forward_warpgroups(max(block_d, block_dv), bounds.shape)
+        q_blocks = -(-Sq // (ROWS * warpgroups))
         group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
-        way = way_of_out(block_d, block_dv, block_k, is_fp32=into is not None or not is_last, is_rounded=is_last)
+        way = way_of_out(
+            warpgroups, block_d, block_dv, block_k, is_fp32=into is not None or not is_last, is_rounded=is_last
+        )
         values = described(v, block_k, block_dv)
         with torch.cuda.device(q.device):
             forward_kernel[(min(q_blocks * B * Hq, _multiprocessors(q.device)),)](
@@ -92,7 +96,8 @@ class Hopper(Backend):
                 B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
                 BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
                 ROUNDED=is_last, WAY=way,
-                TAKE_TURNS=takes_turns(block_d, bounds.shape), num_warps=4, maxnreg=168,
+                TAKE_TURNS=takes_turns(warpgroups, bounds.shape), OVERLAPS=overlaps(warpgroups), WARPGROUPS=warpgroups,
+                num_warps=4, maxnreg=168 if warpgroups == 2 else 128,
             )  # fmt: skip
         return partial
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 MULTIPROCESSORS = 132
-QUERIES = 128  # of a forward tile
 KEYS = 128  # of a backward tile
 
 
@@ -17,21 +16,32 @@ def forward_keys(block_d: int, block_dv: int) -> int:
     return 128 if max(block_d, block_dv) <= 128 else 64
 
 
-def way_of_out(block_d: int, block_dv: int, block_k: int, *, is_fp32: bool, is_rounded: bool) -> str:
+def way_of_out(warpgroups: int, block_d: int, block_dv: int, block_k: int, *, is_fp32: bool, is_rounded: bool) -> str:
     """How a tile of out leaves a program, and what it is merged with comes: through shared memory where there is room.
 
     From and to registers a hop of a ring costs 7 to 10 % more than a plain call of 8k tokens at d128, because both
     warpgroups wait at the end of a tile.
     """
-    inputs = QUERIES * block_d * 2 + 2 * block_k * (block_d + block_dv) * 2
-    if inputs + QUERIES * block_dv * (4 if is_fp32 else 2) <= 224 * 1024:
+    queries = 64 * warpgroups
+    inputs = queries * block_d * 2 + 2 * block_k * (block_d + block_dv) * 2
+    if inputs + queries * block_dv * (4 if is_fp32 else 2) <= 224 * 1024:
         return "own"
     return "queries" if is_rounded and block_d == block_dv else "direct"
 
 
-def takes_turns(block_d: int, shape: str) -> bool:
-    """Whether the warpgroups start their products in turn, which keeps those of one under the exponentials of the other."""
-    return shape == "full"
+def forward_warpgroups(block: int, shape: str) -> int:
+    """Warpgroups of 64 queries: three for small heads without a mask, whose exponentials bound them, else two."""
+    return 3 if block == 64 and shape == "full" else 2
+
+
+def overlaps(warpgroups: int) -> bool:
+    """Whether a warpgroup runs the scores of one block beside P V of another: for want of registers not with three."""
+    return warpgroups == 2
+
+
+def takes_turns(warpgroups: int, shape: str) -> bool:
+    """Whether two warpgroups start their products in turn, which keeps those of one under the exponentials of the other."""
+    return warpgroups == 2 and shape == "full"
 
 
 def forward_group(group: int, q_blocks: int, is_full: bool) -> int:
