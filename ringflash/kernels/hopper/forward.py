@@ -7,7 +7,18 @@ product Q K^T of one block runs together with P V of the block before, and the s
 Source: Shah et al., arXiv:2407.08608.
 """
 
-from ringflash.kernels.hopper.device import LN_2, LOG2_E, clear_rows, exp2, meet, next_tile, signal
+from ringflash.kernels.hopper.device import LN_2, LOG2_E, exp2, meet, next_tile, signal
+from ringflash.kernels.hopper.forward_visit import (
+    KEYS_FREE,
+    OUT_FREE,
+    QUERIES_FREE,
+    ROWS,
+    STAGES,
+    TURN,
+    VALUES_FREE,
+    visit_alone,
+    visit_overlapped,
+)
 from ringflash.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -17,18 +28,8 @@ from ringflash.kernels.hopper.gluon import (
     tma_load,
     tma_store,
     tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-# Named barriers. Those of a stage or of a warpgroup come in pairs.
-KEYS_FREE = gl.constexpr(6)
-VALUES_FREE = gl.constexpr(8)
-QUERIES_FREE = gl.constexpr(10)
-TURN = gl.constexpr(12)
-OUT_FREE = gl.constexpr(13)  # to 15; two warpgroups take turns at 12 and 13, so theirs start one later
-STAGES = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # queries of a warpgroup
 # What the load warp says of a tile: batch row x head, or -1 for no more; first query; first key; key blocks that hide
 # something at their left end, those before the ones that hide something at their right end, and all; keys seen.
 FACTS = gl.constexpr(7)
@@ -223,89 +224,6 @@ def _load(
 
 
 @gluon.jit
-def _hide(s, lo, hi, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, L: gl.constexpr):
-    """-inf where a row does not see a key; lo and hi count from the block's first key."""
-    column = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
-    if LEFT:
-        s = gl.where(column[None, :] >= lo[:, None], s, float("-inf"))
-    return gl.where(column[None, :] < hi[:, None], s, float("-inf"))
-
-
-@gluon.jit
-def _step(
-    shared, q, acc, row_max, row_sum, p, n, lo, hi, scale_log2,
-    c: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASKED: gl.constexpr,
-    LEFT: gl.constexpr, TAKE_TURNS: gl.constexpr, WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
-):  # fmt: skip
-    """Scores of block n together with P V of the block before, whose p [ROWS, BLOCK_K] is given in fp32."""
-    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
-    stage = n % STAGES
-    before = (n - 1) % STAGES
-    mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
-    if TAKE_TURNS:
-        meet(TURN + c, 256)
-    zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
-    k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
-    s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    mbarrier.wait(shared.v_full.index(before), ((n - 1) // STAGES) & 1)
-    acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
-    if TAKE_TURNS:
-        signal(TURN + 1 - c, 256)
-    s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
-    signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
-    if MASKED:
-        s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
-    # Maxima are in log2 units and rounded once, so that what was formed before and what is formed now share their pivots.
-    # The scale is positive, so it commutes with the maximum and costs nothing inside the fused multiply-add.
-    new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
-    pivot = new_max
-    if MASKED:
-        # Finite for rows that have seen nothing: -inf - (-inf) would be NaN.
-        pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = exp2(s * scale_log2 - pivot[:, None])
-    shrink = exp2(row_max - pivot)
-    row_sum = row_sum * shrink + gl.sum(p, axis=1)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    signal(VALUES_FREE + before, WARPGROUPS * 128 + 32)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, LO))[:, None]
-    return acc, new_max, row_sum, p
-
-
-@gluon.jit
-def _step_alone(
-    shared, q, acc, row_max, row_sum, n, lo, hi, scale_log2,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
-):  # fmt: skip
-    """Scores, softmax and P V of block n, one after the other: the other warpgroups fill the gaps. It takes the registers
-    of one warpgroup of three, and small heads need three to keep the exponentials busy.
-    """
-    stage = n % STAGES
-    mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
-    zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
-    k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
-    s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-    signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
-    if MASKED:
-        s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
-    new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
-    pivot = new_max
-    if MASKED:
-        pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
-    shrink = exp2(row_max - pivot)
-    p = exp2(s * scale_log2 - pivot[:, None])
-    row_sum = row_sum * shrink + gl.sum(p, axis=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, LO))[:, None]
-    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
-    mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
-    acc = warpgroup_mma(weights, shared.v.index(stage).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    signal(VALUES_FREE + stage, WARPGROUPS * 128 + 32)
-    return acc, new_max, row_sum
-
-
-@gluon.jit
 def _finish(
     shared, out_desc, out_ptr, before_ptr, lse_ptr, acc, row_max, row_sum, head, b, h, row, Sq, Hq, VALUE_DIM, turn,
     c: gl.constexpr, BLOCK_DV: gl.constexpr, INTO: gl.constexpr, ROUNDED: gl.constexpr, WAY: gl.constexpr,
@@ -362,120 +280,6 @@ def _finish(
 
 
 @gluon.jit
-def _visit_overlapped(
-    c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, FREES_OUT: gl.constexpr,
-    TAKE_TURNS: gl.constexpr, WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
-):  # fmt: skip
-    """(acc, row_max, row_sum, n) after blocks `block` down to 0, scores of one with P V of the block before it."""
-    LEFT: gl.constexpr = SHAPE == "rows"
-    # The last block has no P V to run with.
-    stage = n % STAGES
-    mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
-    zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
-    k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
-    s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-    signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
-    if FREES_OUT:
-        tma_store_wait(0)  # of the tile before
-        signal(OUT_FREE + 3 - WARPGROUPS + c, 128 + 32)
-    s = _hide(s * scale_log2, lo - block * BLOCK_K, hi - block * BLOCK_K, BLOCK_K, LEFT, LS)
-    row_max = gl.max(s, axis=1)
-    p = exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
-    row_sum = gl.sum(p, axis=1)
-    if SHAPE == "rows":
-        if unseen_from < BLOCK_K:
-            mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
-            # Both warpgroups write the same zeros, each before its own product.
-            clear_rows(shared.v.index(stage).reshape([BLOCK_K, BLOCK_DV]), 0, unseen_from, BLOCK_K, BLOCK_DV)
-    n += 1
-    block -= 1
-
-    while block >= n_full:
-        acc, row_max, row_sum, p = _step(
-            shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
-            BLOCK_K, BLOCK_D, BLOCK_DV, True, False, TAKE_TURNS, WARPGROUPS, LS, LO,
-        )  # fmt: skip
-        n += 1
-        block -= 1
-    while block >= n_left:
-        acc, row_max, row_sum, p = _step(
-            shared, q, acc, row_max, row_sum, p, n, lo, hi, scale_log2, c,
-            BLOCK_K, BLOCK_D, BLOCK_DV, False, False, TAKE_TURNS, WARPGROUPS, LS, LO,
-        )  # fmt: skip
-        n += 1
-        block -= 1
-    if SHAPE == "rows":
-        while block >= 0:
-            acc, row_max, row_sum, p = _step(
-                shared, q, acc, row_max, row_sum, p, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2, c,
-                BLOCK_K, BLOCK_D, BLOCK_DV, True, True, TAKE_TURNS, WARPGROUPS, LS, LO,
-            )  # fmt: skip
-            n += 1
-            block -= 1
-
-    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
-    before = (n - 1) % STAGES
-    mbarrier.wait(shared.v_full.index(before), ((n - 1) // STAGES) & 1)
-    acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    signal(VALUES_FREE + before, WARPGROUPS * 128 + 32)
-    return acc, row_max, row_sum, n
-
-
-@gluon.jit
-def _visit_alone(
-    c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, FREES_OUT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
-):  # fmt: skip
-    """As _visit_overlapped, one block after the other."""
-    L: gl.constexpr = gl.SliceLayout(1, LS)
-    LEFT: gl.constexpr = SHAPE == "rows"
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=L)
-    row_sum = gl.full([ROWS], 0.0, gl.float32, layout=L)
-    if FREES_OUT:
-        tma_store_wait(0)  # of the tile before
-        signal(OUT_FREE + 3 - WARPGROUPS + c, 128 + 32)
-    if SHAPE == "rows":
-        if unseen_from < BLOCK_K:
-            mbarrier.wait(shared.v_full.index(n % STAGES), (n // STAGES) & 1)
-            # All warpgroups write the same zeros, each before its own product.
-            clear_rows(shared.v.index(n % STAGES).reshape([BLOCK_K, BLOCK_DV]), 0, unseen_from, BLOCK_K, BLOCK_DV)
-    # The last block may hide something at both ends.
-    acc, row_max, row_sum = _step_alone(
-        shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
-        BLOCK_K, BLOCK_D, BLOCK_DV, True, LEFT, WARPGROUPS, LS, LO,
-    )  # fmt: skip
-    n += 1
-    block -= 1
-    while block >= n_full:
-        acc, row_max, row_sum = _step_alone(
-            shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
-            BLOCK_K, BLOCK_D, BLOCK_DV, True, False, WARPGROUPS, LS, LO,
-        )  # fmt: skip
-        n += 1
-        block -= 1
-    while block >= n_left:
-        acc, row_max, row_sum = _step_alone(
-            shared, q, acc, row_max, row_sum, n, lo, hi, scale_log2,
-            BLOCK_K, BLOCK_D, BLOCK_DV, False, False, WARPGROUPS, LS, LO,
-        )  # fmt: skip
-        n += 1
-        block -= 1
-    if SHAPE == "rows":
-        while block >= 0:
-            acc, row_max, row_sum = _step_alone(
-                shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
-                BLOCK_K, BLOCK_D, BLOCK_DV, True, True, WARPGROUPS, LS, LO,
-            )  # fmt: skip
-            n += 1
-            block -= 1
-    return acc, row_max, row_sum, n
-
-
-@gluon.jit
 def _attend(
     c: gl.constexpr, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
     VALUE_DIM, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr,
@@ -517,12 +321,12 @@ def _attend(
         mbarrier.wait(shared.q_full.index(c), turn & 1)
         acc = gl.full([ROWS, BLOCK_DV], 0.0, gl.float32, layout=LO)
         if OVERLAPS:
-            acc, row_max, row_sum, n = _visit_overlapped(
+            acc, row_max, row_sum, n = visit_overlapped(
                 c, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
                 BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and WAY == "own", TAKE_TURNS, WARPGROUPS, LS, LO,
             )  # fmt: skip
         else:
-            acc, row_max, row_sum, n = _visit_alone(
+            acc, row_max, row_sum, n = visit_alone(
                 c, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
                 BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and WAY == "own", WARPGROUPS, LS, LO,
             )  # fmt: skip
