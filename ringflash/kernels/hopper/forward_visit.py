@@ -79,13 +79,16 @@ def _step_alone(
     s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
     signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
     if MASKED:
-        s = _hide(s, lo, hi, BLOCK_K, LEFT, LS)
-    new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
-    pivot = new_max
-    if MASKED:
+        # Rounded before the maximum is taken off: of scores in the millions, what a fused multiply-add keeps is not small.
+        s = _hide(s * scale_log2, lo, hi, BLOCK_K, LEFT, LS)
+        new_max = gl.maximum(row_max, gl.max(s, axis=1))
         pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
+        p = exp2(s - pivot[:, None])
+    else:
+        new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
+        pivot = new_max
+        p = exp2(s * scale_log2 - pivot[:, None])
     shrink = exp2(row_max - pivot)
-    p = exp2(s * scale_log2 - pivot[:, None])
     row_sum = row_sum * shrink + gl.sum(p, axis=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, LO))[:, None]
     weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
