@@ -397,14 +397,13 @@ def test_keys_that_no_query_sees_may_hold_anything(target, dim, name):
         assert relative_error(actual, expected) < 1e-6, result
 
 
-# The Hopper backward does not do this yet: docs/progress.md.
-@pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][0] != "hopper"])
-@pytest.mark.parametrize("name", ["causal", "window"])
-def test_queries_that_see_nothing_may_hold_anything(target, name):
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize(("dim", "name"), [(16, "causal"), (128, "causal"), (256, "causal"), (16, "window")])
+def test_queries_that_see_nothing_may_hold_anything(target, dim, name):
     """Padded positions are padded in q and in the gradient of out as well."""
     _, dtype, device = target
-    x = draw(batch=2, queries=150, heads=(2, 1), dim=16, dtype=dtype, device=device)
-    backend, score = get(target, 16, heads=(2, 1))
+    x = draw(batch=2, queries=150, heads=(2, 1), dim=dim, dtype=dtype, device=device)
+    backend, score = get(target, dim, heads=(2, 1))
     bounds = plan(PADDED[name], rf.Contiguous(), 150)[0]
 
     def run(spoil):

@@ -1,8 +1,9 @@
-"""Backward kernel, column-parallel: a program keeps 128 keys and visits the rows that see them, 64 at a time.
+"""Backward kernel, column-parallel: a program keeps 128 keys and visits the rows that see them, 64 or 128 at a time.
 
 Two warpgroups own 64 keys each. One warp brings q, dout and the row statistics; another adds finished tiles of dq into
 global memory, in the shadow of the products. Everything is transposed, S^T = K Q^T [keys, rows], so that P^T and dS^T are
-register operands of dV and dK. dq of a row block needs dS of all 128 keys: each warpgroup forms half of its columns.
+register operands of dV and dK. dq of a step needs dS of all 128 keys, which the warpgroups hand to one another through
+shared memory: each forms half of its rows if there are 128, else half of its columns.
 
 Source: Shah et al., arXiv:2407.08608; Dao, arXiv:2307.08691.
 """
@@ -29,7 +30,13 @@ DS_READY = gl.constexpr(8)  # 8 to 11, by warpgroup and parity of the step
 DQ_FULL = gl.constexpr(12)
 DQ_FREE = gl.constexpr(14)
 KEYS = gl.constexpr(64)  # of a warpgroup
-ROWS = gl.constexpr(64)  # of a step
+DQ_ROWS = gl.constexpr(64)  # of a tile of dq
+
+
+@gluon.constexpr_function
+def dq_columns(rows, block_d):
+    """Columns of a warpgroup's tile of dq, which has 64 rows: all of half of the rows, or half of those of all."""
+    return block_d if rows == 2 * DQ_ROWS.value else block_d // 2
 
 
 @aggregate
@@ -71,7 +78,7 @@ def place(tile, heads, Sk, GROUP, KEYS_OF_TILE: gl.constexpr):
 
 
 @gluon.jit
-def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, SHAPE: gl.constexpr):
+def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr):
     """(first row, blocks that hide rows at the left, end of the blocks that show all, all blocks) of a tile."""
     last = gl.minimum(key + KEYS_OF_TILE, Sk) - 1
     if SHAPE == "full":
@@ -102,7 +109,7 @@ def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, SHAPE: gl.c
 @gluon.jit
 def _load(
     shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """The load warp: keys and values once, then q, dout and the row statistics of every step."""
     SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
@@ -110,7 +117,7 @@ def _load(
     b = head // Hk
     hk = head - b * Hk
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
     )
     mbarrier.expect(shared.kv_full.index(0), 2 * KEYS * BLOCK_D * SIZE)
     mbarrier.expect(shared.kv_full.index(1), 2 * KEYS * BLOCK_DV * SIZE)
@@ -142,24 +149,26 @@ def _load(
 
 @gluon.jit
 def _add_dq(
-    shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D: gl.constexpr, SHAPE: gl.constexpr
-):
-    """The warp that adds finished tiles of dq, half of the columns from each warpgroup, into global memory."""
+    shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
+    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """The warp that adds finished tiles of dq, one from each warpgroup a step, into global memory."""
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
     )
     group = Hq // Hk
     for g in range(group):
+        h = (head - b * Hk) * group + g
         for block in range(n_all):
+            row = begin + block * ROWS
             for c in gl.static_range(2):
                 meet(DQ_FULL + c, 128 + 32)
-                tma_add(
-                    dq_desc,
-                    [b, (head - b * Hk) * group + g, begin + block * ROWS, c * (BLOCK_D // 2)],
-                    shared.dq.index(c),
-                )
+                if ROWS == 2 * DQ_ROWS:
+                    tma_add(dq_desc, [b, h, row + c * DQ_ROWS, 0], shared.dq.index(c))
+                else:
+                    tma_add(dq_desc, [b, h, row, c * (BLOCK_D // 2)], shared.dq.index(c))
             tma_store_wait(1)
             signal(DQ_FREE, 128 + 32)
             tma_store_wait(0)
@@ -177,26 +186,40 @@ def hide(p, ends, c: gl.constexpr, count, row, L: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(shared, s, stage, row, hides, scale_log2, c: gl.constexpr, L: gl.constexpr):
-    lse = shared.lse.index(stage).reshape([ROWS]).load(gl.SliceLayout(0, L)) * LOG2_E
-    p = exp2(s * scale_log2 - lse[None, :])
-    if hides:
-        p = hide(p, shared.ends, c, shared.count, row, L)
-    return p
-
-
-@gluon.jit
-def score_gradient(shared, p, dp, stage, scale, L: gl.constexpr):
-    """scale * p * (dp - delta): with the scale inside, dq and dk need none."""
-    delta = shared.delta.index(stage).reshape([ROWS]).load(gl.SliceLayout(0, L)) * scale
+def score_gradient(p, dp, delta, scale):
+    """scale * p * (dp - delta), of delta times scale: with the scale inside, dq and dk need none."""
     return p * (dp * scale - delta[None, :])
 
 
+@gluon.constexpr_function
+def _dq_layout(columns):
+    """Where the copy engine expects a tile [64, columns] of fp32, for numbers whose column is xored with 16 in odd rows.
+
+    It expects blocks of 32 columns, rows of 128 bytes, and the chunks of 16 bytes in a row xored with the row. Registers
+    hold 8 columns of a row in four lanes, so that a store by row and column meets two rows in each bank; odd rows that
+    are 16 columns ahead of the even ones do not.
+    """
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
+    return gl.SharedLinearLayout(bases + ([[0, 32]] if columns == 64 else []), alignment=1024)
+
+
 @gluon.jit
-def _hand_over_dq(shared, dq, c: gl.constexpr, n, BLOCK_D: gl.constexpr):
+def _store_dq(tile, dq, COLUMNS: gl.constexpr):
+    """dq [DQ_ROWS, COLUMNS] into the tile that the copy engine adds from; see _dq_layout."""
+    L: gl.constexpr = dq.type.layout
+    left, right = gl.split(dq.reshape([DQ_ROWS, COLUMNS // 32, 2, 16]).permute((0, 1, 3, 2)))
+    row = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left.type.layout)))
+    is_odd = (row % 2 == 1)[:, None, None]
+    dq = gl.join(gl.where(is_odd, right, left), gl.where(is_odd, left, right))
+    dq = gl.convert_layout(dq.permute((0, 1, 3, 2)).reshape([DQ_ROWS, COLUMNS]), L, assert_trivial=True)
+    tile._reinterpret(gl.float32, [DQ_ROWS, COLUMNS], _dq_layout(COLUMNS)).store(dq)
+
+
+@gluon.jit
+def _hand_over_dq(shared, dq, c: gl.constexpr, n, COLUMNS: gl.constexpr):
     if n > 0:
         meet(DQ_FREE + c, 128 + 32)
-    shared.dq.index(c).reshape([ROWS, BLOCK_D // 2]).store(dq)
+    _store_dq(shared.dq.index(c), dq, COLUMNS)
     fence_async_shared()
     signal(DQ_FULL + c, 128 + 32)
 
@@ -229,157 +252,123 @@ def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.con
 
 
 @gluon.jit
-def _visit_rows(
-    c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """(dk [KEYS, BLOCK_D], dv [KEYS, BLOCK_DV]) of warpgroup c, one step after the other."""
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    LK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    LQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
-    HALF: gl.constexpr = BLOCK_D // 2
-    dtype: gl.constexpr = shared.q.dtype
-    scale_log2 = scale * LOG2_E
-    dk = gl.full([KEYS, BLOCK_D], 0.0, gl.float32, layout=LK)
-    dv = gl.full([KEYS, BLOCK_DV], 0.0, gl.float32, layout=LV)
-    zero = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LS)
-    zero_dq = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LQ)
-    block = 0
-    steps = n_all * group
-    if steps > 0:
-        mbarrier.wait(shared.q_full.index(0), 0)
-    s = warpgroup_mma(
-        shared.k.index(c).reshape([KEYS, BLOCK_D]),
-        shared.q.index(0).reshape([ROWS, BLOCK_D]).permute((1, 0)),
-        zero,
-        use_acc=False,
-        is_async=True,
-    )
-    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-    for n in range(steps):
-        # Zero, but the compiler does not know: it would keep the descriptors of k and v in registers, which are short.
-        unknown = n >> 29
-        k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
-        v = shared.v.index(unknown + c).reshape([KEYS, BLOCK_DV])
-        stage = n % STAGES
-        q = shared.q.index(stage).reshape([ROWS, BLOCK_D])
-        dout = shared.dout.index(stage).reshape([ROWS, BLOCK_DV])
-        mbarrier.wait(shared.dout_full.index(stage), (n // STAGES) & 1)
-        dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        hides = (block < n_left) | (block >= n_full)
-        p = _probabilities(shared, s, stage, begin + block * ROWS, hides, scale_log2, c, LS)
-        p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
-        dv = warpgroup_mma(p_t, dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
-        ds = score_gradient(shared, p, dp, stage, scale, LS).to(dtype)
-        parity = n & 1
-        shared.ds.index(parity * 2 + c).store(ds)
-        fence_async_shared()
-        signal(DS_READY + 2 * c + parity, 256)
-        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
-        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        meet(DS_READY + 2 * (1 - c) + parity, 256)
-        dq = warpgroup_mma(shared.ds.index(parity * 2).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(shared.ds.index(parity * 2 + 1).permute((1, 0)), k_second, dq, is_async=True)
-        next_stage = (n + 1) % STAGES
-        if n + 1 < steps:
-            mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
-        next_q = shared.q.index(next_stage).reshape([ROWS, BLOCK_D])
-        dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
-        signal(STAGE_FREE + stage, 2 * 128 + 32)
-        s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
-        _hand_over_dq(shared, dq, c, n, BLOCK_D)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-        block += 1
-        if block == n_all:
-            block = 0
-    return dk, dv
+def _clear_ends(tile, block, begin, seen_from, seen_until, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
+    """Zeros in rows before the first and after the last that sees a key of the tile; both warpgroups write the same."""
+    first = seen_from - begin - block * ROWS
+    until = seen_until - begin - block * ROWS
+    if (first > 0) | (until < ROWS):
+        clear_rows(tile, first, until, ROWS, COLUMNS)
 
 
 @gluon.jit
-def _visit_rows_ahead(
-    c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+def _statistic(tiles, stage, factor, ROWS: gl.constexpr, L: gl.constexpr):
+    return tiles.index(stage).reshape([ROWS]).load(gl.SliceLayout(0, L)) * factor
+
+
+@gluon.jit
+def _visit_rows(
+    c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, seen_from, seen_until, scale,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """As _visit_rows, with S, dP, P and dS of the next step beside dQ, dV and dK of this one: for heads of up to 64, whose
-    exponentials weigh as much as their products and whose accumulators leave the registers.
+    """(dk [KEYS, BLOCK_D], dv [KEYS, BLOCK_DV]) of warpgroup c.
+
+    In a step dP runs beside the exponentials, dV beside dS, and S of the next step behind dQ, beside the way of dQ into
+    memory. dQ, which alone needs dS of the other warpgroup, comes last, so that the two need not be in step.
     """
+    COLUMNS: gl.constexpr = dq_columns(ROWS, BLOCK_D)
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     LK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    LQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
-    HALF: gl.constexpr = BLOCK_D // 2
+    LQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dtype: gl.constexpr = shared.q.dtype
     scale_log2 = scale * LOG2_E
     dk = gl.full([KEYS, BLOCK_D], 0.0, gl.float32, layout=LK)
     dv = gl.full([KEYS, BLOCK_DV], 0.0, gl.float32, layout=LV)
     zero = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LS)
-    zero_dq = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LQ)
+    zero_dq = gl.full([DQ_ROWS, COLUMNS], 0.0, gl.float32, layout=LQ)
     steps = n_all * group
     # Keys that nobody sees have no rows to wait for; what is formed of the memory as it is goes nowhere.
+    q = shared.q.index(0).reshape([ROWS, BLOCK_D])
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
-        mbarrier.wait(shared.dout_full.index(0), 0)
+        if SHAPE == "rows":
+            _clear_ends(q, 0, begin, seen_from, seen_until, BLOCK_D, ROWS)
     k = shared.k.index(c).reshape([KEYS, BLOCK_D])
-    v = shared.v.index(c).reshape([KEYS, BLOCK_DV])
-    s = warpgroup_mma(k, shared.q.index(0).reshape([ROWS, BLOCK_D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(
-        v, shared.dout.index(0).reshape([ROWS, BLOCK_DV]).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
-    p = _probabilities(shared, s, 0, begin, (0 < n_left) | (0 >= n_full), scale_log2, c, LS)
-    dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
-    ds = score_gradient(shared, p, dp, 0, scale, LS)
-    shared.ds.index(c).store(ds.to(dtype))
-    fence_async_shared()
-    signal(DS_READY + 2 * c, 256)
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse = _statistic(shared.lse, 0, LOG2_E, ROWS, LS)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
     block = 0
     for n in range(steps):
-        unknown = n >> 29  # as in _visit_rows
+        # Zero, but the compiler does not know: it would keep the descriptors of k and v in registers, which are short.
+        unknown = n >> 29
         stage = n % STAGES
-        next_stage = (n + 1) % STAGES
-        p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
-        ds_t = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, LK, 2))
-        k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
-        v = shared.v.index(unknown + c).reshape([KEYS, BLOCK_DV])
-        if n + 1 < steps:
-            mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
-            mbarrier.wait(shared.dout_full.index(next_stage), ((n + 1) // STAGES) & 1)
-        # After the last step these work on what is left there, and nobody reads the result.
-        next_q = shared.q.index(next_stage).reshape([ROWS, BLOCK_D])
-        next_dout = shared.dout.index(next_stage).reshape([ROWS, BLOCK_DV])
-        s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, next_dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dv = warpgroup_mma(p_t, shared.dout.index(stage).reshape([ROWS, BLOCK_DV]), dv, is_async=True)
-        dk = warpgroup_mma(ds_t, shared.q.index(stage).reshape([ROWS, BLOCK_D]), dk, is_async=True)
         parity = n & 1
-        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        # Only dq needs the other warpgroup, so it comes last and the two need not be in step.
+        q = shared.q.index(stage).reshape([ROWS, BLOCK_D])
+        dout = shared.dout.index(stage).reshape([ROWS, BLOCK_DV])
+        v = shared.v.index(unknown + c).reshape([KEYS, BLOCK_DV])
+        mbarrier.wait(shared.dout_full.index(stage), (n // STAGES) & 1)
+        if SHAPE == "rows":
+            _clear_ends(dout, block, begin, seen_from, seen_until, BLOCK_DV, ROWS)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if ROWS == 128:
+            lse = _statistic(shared.lse, stage, LOG2_E, ROWS, LS)
+        p = exp2(s * scale_log2 - lse[None, :])
+        if (block < n_left) | (block >= n_full):
+            p = hide(p, shared.ends, c, shared.count, begin + block * ROWS, LS)
+        p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
+        if ROWS != 128:
+            dv = warpgroup_mma(p_t, dout, dv, is_async=True)
+        delta = _statistic(shared.delta, stage, scale, ROWS, LS)
+        if SHAPE == "rows":
+            # Rows that see nothing may hold anything, and 0 * NaN is NaN.
+            delta = gl.where(gl.abs(delta) < float("inf"), delta, 0.0)
+        if ROWS == 128:
+            dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
+            delta = _statistic(shared.delta, stage, scale, ROWS, LS)
+        else:
+            dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
+        ds = score_gradient(p, dp, delta, scale).to(dtype)
+        # The other warpgroup has read what lies here: it said so with its share of the step before, which was after its
+        # dq of the step before that. With one barrier for both parities a second signal could come before the first is
+        # taken.
+        shared.ds.index(parity * 2 + c).permute((1, 0)).store(ds)
+        fence_async_shared()
+        signal(DS_READY + 2 * c + parity, 256)
+        if ROWS == 128:
+            dv = warpgroup_mma(p_t, dout, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
         meet(DS_READY + 2 * (1 - c) + parity, 256)
-        dq = warpgroup_mma(shared.ds.index(parity * 2).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(shared.ds.index(parity * 2 + 1).permute((1, 0)), k_second, dq, is_async=True)
+        if ROWS == 2 * DQ_ROWS:
+            k = shared.k.index(unknown).reshape([KEYS, BLOCK_D])
+            ds_first = shared.ds.index(parity * 2).slice(c * DQ_ROWS, DQ_ROWS, dim=0)
+            ds_second = shared.ds.index(parity * 2 + 1).slice(c * DQ_ROWS, DQ_ROWS, dim=0)
+            k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D])
+        else:
+            k = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * COLUMNS, COLUMNS, dim=1)
+            ds_first = shared.ds.index(parity * 2)
+            ds_second = shared.ds.index(parity * 2 + 1)
+            k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * COLUMNS, COLUMNS, dim=1)
+        dq = warpgroup_mma(ds_first, k, zero_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_second, k_second, dq, is_async=True)
         block += 1
         if block == n_all:
             block = 0
-        s = warpgroup_mma_wait(num_outstanding=5, deps=[s])
-        hides = (block < n_left) | (block >= n_full)
-        p = _probabilities(shared, s, next_stage, begin + block * ROWS, hides, scale_log2, c, LS)
-        dp = warpgroup_mma_wait(num_outstanding=4, deps=[dp])
-        ds = score_gradient(shared, p, dp, next_stage, scale, LS)
+        # After the last step this works on what is left there, and nobody reads the result.
+        next_stage = (n + 1) % STAGES
+        next_q = shared.q.index(next_stage).reshape([ROWS, BLOCK_D])
+        if n + 1 < steps:
+            mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
+            if SHAPE == "rows":
+                _clear_ends(next_q, block, begin, seen_from, seen_until, BLOCK_D, ROWS)
         dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
         signal(STAGE_FREE + stage, 2 * 128 + 32)
-        dq = warpgroup_mma_wait(num_outstanding=0, deps=[dq])
-        # The other warpgroup has read what lies here: it said so with its share of this step, which was after its dq of
-        # the step before. With one barrier for both parities a second signal could come before the first is taken.
-        shared.ds.index((parity ^ 1) * 2 + c).store(ds.to(dtype))
-        fence_async_shared()
-        signal(DS_READY + 2 * c + (parity ^ 1), 256)
-        _hand_over_dq(shared, dq, c, n, BLOCK_D)
-    meet(DS_READY + 2 * (1 - c) + (steps & 1), 256)  # what was signalled last, so that no barrier is left half full
+        k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
+        s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
+        _hand_over_dq(shared, dq, c, n, COLUMNS)
+        if ROWS != 128:
+            lse = _statistic(shared.lse, next_stage, LOG2_E, ROWS, LS)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
     return dk, dv
 
 
@@ -387,7 +376,7 @@ def _visit_rows_ahead(
 def _differentiate(
     c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
     B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: keys c * KEYS ... of the program's tile."""
     head, tile_key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
@@ -395,7 +384,7 @@ def _differentiate(
     hk = head - b * Hk
     key = tile_key + c * KEYS
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, 2 * KEYS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
     )
     seen_from, seen_until = write_ends(
         shared.ends, c, lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE
@@ -407,10 +396,15 @@ def _differentiate(
             clear_rows(shared.k.index(c).reshape([KEYS, BLOCK_D]), seen_from, seen_until, KEYS, BLOCK_D)
             clear_rows(shared.v.index(c).reshape([KEYS, BLOCK_DV]), seen_from, seen_until, KEYS, BLOCK_DV)
     warpgroup_barrier()  # what one warp has written all may read; the other warpgroup waits before it reads any of this
-    if AHEAD:
-        dk, dv = _visit_rows_ahead(c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, STAGES)
-    else:
-        dk, dv = _visit_rows(c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, STAGES)
+    rows_from = begin
+    rows_until = begin
+    if SHAPE == "rows":
+        rows_from = gl.load(lo_ptr + b * stride_bounds + tile_key)
+        rows_until = gl.load(hi_ptr + b * stride_bounds + gl.minimum(tile_key + 2 * KEYS, Sk) - 1)
+    dk, dv = _visit_rows(
+        c, shared, begin, n_left, n_full, n_all, Hq // Hk, rows_from, rows_until, scale,
+        BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE,
+    )  # fmt: skip
     if n_all > 0:
         meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
     if STORE:
@@ -449,7 +443,7 @@ def add_sums(ptr, x, key, column, hk, Hk, Sk, DIM, KEYS_OF_TILE: gl.constexpr, C
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
     stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Add to dq [B, Sq, Hq, HEAD_DIM] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
@@ -466,8 +460,8 @@ def backward_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
-        gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2)),
-        gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, BLOCK_D // 2], dq_desc.layout),
+        gl.allocate_shared_memory(dtype, [4, ROWS, KEYS], gl.NVMMASharedLayout(128, 16, rank=2)),
+        gl.allocate_shared_memory(gl.float32, [2, 1, 1, DQ_ROWS, dq_columns(ROWS, BLOCK_D)], dq_desc.layout),
         gl.allocate_shared_memory(gl.int32, [4, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
@@ -485,17 +479,17 @@ def backward_kernel(
         [
             (_differentiate, (
                 0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE, STORE,
             )),
             (_differentiate, (
                 1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE, STORE,
             )),
             (_load, (
                 shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, STAGES, SHAPE,
+                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE,
             )),
-            (_add_dq, (shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, SHAPE)),
+            (_add_dq, (shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, ROWS, SHAPE)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -67,7 +67,7 @@ def _load(
     b = head // Hk
     hk = head - b * Hk
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, KEYS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, KEYS, ROWS, SHAPE
     )
     mbarrier.expect(shared.kv_full.index(0), KEYS * BLOCK_D * SIZE)
     tma_load(k_desc, [b, hk, key, 0], shared.kv_full.index(0), shared.k)
@@ -183,7 +183,7 @@ def _differentiate(
     group = Hq // Hk
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
-    begin, n_left, n_full, n_all = visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS, SHAPE)
+    begin, n_left, n_full, n_all = visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS, ROWS, SHAPE)
     seen_from, seen_until = write_ends(shared.ends, c, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE)
     dk = gl.full([KEYS, HALF], 0.0, gl.float32, layout=LK)
     dv = gl.full([KEYS, HALF_V], 0.0, gl.float32, layout=LV)

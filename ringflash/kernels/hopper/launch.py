@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows
-from ringflash.kernels.hopper.backward import backward_kernel
+from ringflash.kernels.hopper.backward import backward_kernel, dq_columns
 from ringflash.kernels.hopper.backward_wide import wide_backward_kernel
 from ringflash.kernels.hopper.forward import forward_kernel
 from ringflash.kernels.hopper.gluon import VERSION, VERSIONS, TensorDescriptor, gl
 from ringflash.kernels.hopper.tuning import (
     KEYS,
     backward_group,
+    backward_rows,
     forward_group,
     forward_keys,
     forward_warpgroups,
@@ -24,7 +25,6 @@ from ringflash.kernels.hopper.tuning import (
     padded,
     takes_turns,
     way_of_out,
-    works_ahead,
 )
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.score import Score
@@ -128,9 +128,10 @@ class Hopper(Backend):
         group = backward_group(Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
         lo, hi = bounds.columns_to(q.device)
         keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
+        step = backward_rows(max(block_d, block_dv))
         inputs = (
-            described(q, ROWS, block_d), keys, values, described(rows.dout, ROWS, block_dv),
-            _described_rows(rows.lse), _described_rows(rows.delta),
+            described(q, step, block_d), keys, values, described(rows.dout, step, block_dv),
+            _described_rows(rows.lse, step), _described_rows(rows.delta, step),
         )  # fmt: skip
         results = (
             described(dk, ROWS, block_d, is_written=True) if is_all else keys,
@@ -147,10 +148,10 @@ class Hopper(Backend):
             if is_wide:
                 wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, total, dk, dv, *numbers, **constants)
             else:
-                is_ahead = works_ahead(max(block_d, block_dv))
+                columns = dq_columns(step, block_d)
                 backward_kernel[(k_blocks * B * Hk,)](
-                    *inputs, described(total, ROWS, block_d // 2, is_written=True), *results, dk, dv, *numbers,
-                    STAGES=3 if is_ahead else 2, AHEAD=is_ahead, **constants,
+                    *inputs, described(total, ROWS, columns, is_written=True), *results, dk, dv, *numbers,
+                    ROWS=step, STAGES=2, **constants,
                 )  # fmt: skip
         if total is not dq:
             dq.copy_(total)
@@ -182,14 +183,14 @@ def described(x: Tensor, rows: int, columns: int, *, is_written: bool = False) -
     )
 
 
-def _described_rows(x: Tensor) -> Any:
-    """A descriptor of row statistics [B, S, H], in memory [B, H, S], seen as [B x H, S]."""
+def _described_rows(x: Tensor, rows: int) -> Any:
+    """A descriptor of row statistics [B, S, H], in memory [B, H, S], seen as [B x H, S]; for tiles of `rows`."""
     B, S, H = x.shape
     heads_first = x.transpose(1, 2)
     if S % 4:  # the copy engine wants rows of whole 16 bytes
         heads_first = F.pad(heads_first, (0, 4 - S % 4))
     return TensorDescriptor(
-        heads_first, [B * H, S], [heads_first.shape[2], 1], [1, ROWS], gl.NVMMASharedLayout(0, 32, rank=2)
+        heads_first, [B * H, S], [heads_first.shape[2], 1], [1, rows], gl.NVMMASharedLayout(0, 32, rank=2)
     )
 
 

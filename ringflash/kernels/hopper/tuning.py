@@ -65,8 +65,8 @@ def backward_group(row_bytes: int, is_full: bool) -> int:
     return 4 if is_full and 8 * row_bytes > 140_000_000 else 8
 
 
-def works_ahead(block_d: int) -> bool:
-    """Whether S, dP, P and dS of the next step run beside the products of this one: 462 against 413 TFLOP/s at d64, 16k
-    tokens. There is room for their registers, and for three stages, up to d64 only.
+def backward_rows(block: int) -> int:
+    """Rows of a backward step. With 128 each operand is read from shared memory for twice as many products, but S and dP
+    take twice the registers, which only small heads leave.
     """
-    return block_d == 64
+    return 128 if block == 64 else 64
