@@ -266,6 +266,24 @@ def _statistic(tiles, stage, factor, ROWS: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
+def _form_dq(c: gl.constexpr, shared, zero, parity, first, BLOCK_D: gl.constexpr, ROWS: gl.constexpr):
+    """The product of dS and all keys of the program for this warpgroup's tile; in flight when this returns."""
+    if ROWS == 2 * DQ_ROWS:
+        ds_first = shared.ds.index(parity * 2).slice(c * DQ_ROWS, DQ_ROWS, dim=0)
+        ds_second = shared.ds.index(parity * 2 + 1).slice(c * DQ_ROWS, DQ_ROWS, dim=0)
+        k_first = shared.k.index(first).reshape([KEYS, BLOCK_D])
+        k_second = shared.k.index(first + 1).reshape([KEYS, BLOCK_D])
+    else:
+        HALF: gl.constexpr = BLOCK_D // 2
+        ds_first = shared.ds.index(parity * 2)
+        ds_second = shared.ds.index(parity * 2 + 1)
+        k_first = shared.k.index(first).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        k_second = shared.k.index(first + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+    dq = warpgroup_mma(ds_first, k_first, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_second, k_second, dq, is_async=True)
+
+
+@gluon.jit
 def _visit_rows(
     c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, seen_from, seen_until, scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr,
@@ -276,6 +294,9 @@ def _visit_rows(
     memory. dQ, which alone needs dS of the other warpgroup, comes last, so that the two need not be in step.
     """
     COLUMNS: gl.constexpr = dq_columns(ROWS, BLOCK_D)
+    # With 128 rows S and dP take half of the registers: row statistics are then read where they are used, and dV begins when
+    # P has been used up.
+    IS_TIGHT: gl.constexpr = ROWS == 2 * DQ_ROWS
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     LK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -310,23 +331,22 @@ def _visit_rows(
         if SHAPE == "rows":
             _clear_ends(dout, block, begin, seen_from, seen_until, BLOCK_DV, ROWS)
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if ROWS == 128:
+        if IS_TIGHT:
             lse = _statistic(shared.lse, stage, LOG2_E, ROWS, LS)
         p = exp2(s * scale_log2 - lse[None, :])
         if (block < n_left) | (block >= n_full):
             p = hide(p, shared.ends, c, shared.count, begin + block * ROWS, LS)
         p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
-        if ROWS != 128:
-            dv = warpgroup_mma(p_t, dout, dv, is_async=True)
-        delta = _statistic(shared.delta, stage, scale, ROWS, LS)
-        if SHAPE == "rows":
-            # Rows that see nothing may hold anything, and 0 * NaN is NaN.
-            delta = gl.where(gl.abs(delta) < float("inf"), delta, 0.0)
-        if ROWS == 128:
+        if IS_TIGHT:
             dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
             delta = _statistic(shared.delta, stage, scale, ROWS, LS)
         else:
+            dv = warpgroup_mma(p_t, dout, dv, is_async=True)
+            delta = _statistic(shared.delta, stage, scale, ROWS, LS)
             dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
+        if SHAPE == "rows":
+            # Rows that see nothing may hold anything, and 0 * NaN is NaN.
+            delta = gl.where(gl.abs(delta) < float("inf"), delta, 0.0)
         ds = score_gradient(p, dp, delta, scale).to(dtype)
         # The other warpgroup has read what lies here: it said so with its share of the step before, which was after its
         # dq of the step before that. With one barrier for both parities a second signal could come before the first is
@@ -334,22 +354,11 @@ def _visit_rows(
         shared.ds.index(parity * 2 + c).permute((1, 0)).store(ds)
         fence_async_shared()
         signal(DS_READY + 2 * c + parity, 256)
-        if ROWS == 128:
+        if IS_TIGHT:
             dv = warpgroup_mma(p_t, dout, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
         meet(DS_READY + 2 * (1 - c) + parity, 256)
-        if ROWS == 2 * DQ_ROWS:
-            k = shared.k.index(unknown).reshape([KEYS, BLOCK_D])
-            ds_first = shared.ds.index(parity * 2).slice(c * DQ_ROWS, DQ_ROWS, dim=0)
-            ds_second = shared.ds.index(parity * 2 + 1).slice(c * DQ_ROWS, DQ_ROWS, dim=0)
-            k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D])
-        else:
-            k = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * COLUMNS, COLUMNS, dim=1)
-            ds_first = shared.ds.index(parity * 2)
-            ds_second = shared.ds.index(parity * 2 + 1)
-            k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * COLUMNS, COLUMNS, dim=1)
-        dq = warpgroup_mma(ds_first, k, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(ds_second, k_second, dq, is_async=True)
+        dq = _form_dq(c, shared, zero_dq, parity, unknown, BLOCK_D, ROWS)
         block += 1
         if block == n_all:
             block = 0
@@ -366,7 +375,7 @@ def _visit_rows(
         s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
         _hand_over_dq(shared, dq, c, n, COLUMNS)
-        if ROWS != 128:
+        if not IS_TIGHT:
             lse = _statistic(shared.lse, next_stage, LOG2_E, ROWS, LS)
         s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
     return dk, dv
