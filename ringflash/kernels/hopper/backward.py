@@ -142,8 +142,9 @@ def _load(
 
 @gluon.jit
 def _add_dq(
-    shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D: gl.constexpr, SHAPE: gl.constexpr
-):
+    shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
+    BLOCK_D: gl.constexpr, SHAPE: gl.constexpr, WITH_DQ: gl.constexpr,
+):  # fmt: skip
     """The warp that adds finished tiles of dq, half of the columns from each warpgroup, into global memory."""
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
@@ -151,6 +152,8 @@ def _add_dq(
         lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, SHAPE
     )
     group = Hq // Hk
+    if not WITH_DQ:
+        n_all = 0
     for g in range(group):
         for block in range(n_all):
             for c in gl.static_range(2):
@@ -231,7 +234,7 @@ def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.con
 @gluon.jit
 def _visit_rows(
     c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """(dk [KEYS, BLOCK_D], dv [KEYS, BLOCK_DV]) of warpgroup c, one step after the other."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -274,24 +277,28 @@ def _visit_rows(
         dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
         ds = score_gradient(shared, p, dp, stage, scale, LS).to(dtype)
         parity = n & 1
-        shared.ds.index(parity * 2 + c).store(ds)
-        fence_async_shared()
-        signal(DS_READY + 2 * c + parity, 256)
+        if WITH_DQ:
+            shared.ds.index(parity * 2 + c).store(ds)
+            fence_async_shared()
+            signal(DS_READY + 2 * c + parity, 256)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
-        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        meet(DS_READY + 2 * (1 - c) + parity, 256)
-        dq = warpgroup_mma(shared.ds.index(parity * 2).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(shared.ds.index(parity * 2 + 1).permute((1, 0)), k_second, dq, is_async=True)
+        if WITH_DQ:
+            k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+            k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+            meet(DS_READY + 2 * (1 - c) + parity, 256)
+            ds_first, ds_second = shared.ds.index(parity * 2), shared.ds.index(parity * 2 + 1)
+            dq = warpgroup_mma(ds_first.permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds_second.permute((1, 0)), k_second, dq, is_async=True)
         next_stage = (n + 1) % STAGES
         if n + 1 < steps:
             mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
         next_q = shared.q.index(next_stage).reshape([ROWS, BLOCK_D])
-        dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
+        dv, dk = warpgroup_mma_wait(num_outstanding=2 if WITH_DQ else 0, deps=[dv, dk])
         signal(STAGE_FREE + stage, 2 * 128 + 32)
         s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
-        _hand_over_dq(shared, dq, c, n, BLOCK_D)
+        if WITH_DQ:
+            dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
+            _hand_over_dq(shared, dq, c, n, BLOCK_D)
         s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
         block += 1
         if block == n_all:
@@ -302,7 +309,7 @@ def _visit_rows(
 @gluon.jit
 def _visit_rows_ahead(
     c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """As _visit_rows, with S, dP, P and dS of the next step beside dQ, dV and dK of this one: for heads of up to 64, whose
     exponentials weigh as much as their products and whose accumulators leave the registers.
@@ -333,9 +340,10 @@ def _visit_rows_ahead(
     p = _probabilities(shared, s, 0, begin, (0 < n_left) | (0 >= n_full), scale_log2, c, LS)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
     ds = score_gradient(shared, p, dp, 0, scale, LS)
-    shared.ds.index(c).store(ds.to(dtype))
-    fence_async_shared()
-    signal(DS_READY + 2 * c, 256)
+    if WITH_DQ:
+        shared.ds.index(c).store(ds.to(dtype))
+        fence_async_shared()
+        signal(DS_READY + 2 * c, 256)
     block = 0
     for n in range(steps):
         unknown = n >> 29  # as in _visit_rows
@@ -356,30 +364,34 @@ def _visit_rows_ahead(
         dv = warpgroup_mma(p_t, shared.dout.index(stage).reshape([ROWS, BLOCK_DV]), dv, is_async=True)
         dk = warpgroup_mma(ds_t, shared.q.index(stage).reshape([ROWS, BLOCK_D]), dk, is_async=True)
         parity = n & 1
-        k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        # Only dq needs the other warpgroup, so it comes last and the two need not be in step.
-        meet(DS_READY + 2 * (1 - c) + parity, 256)
-        dq = warpgroup_mma(shared.ds.index(parity * 2).permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(shared.ds.index(parity * 2 + 1).permute((1, 0)), k_second, dq, is_async=True)
+        if WITH_DQ:
+            k_first = shared.k.index(unknown).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+            k_second = shared.k.index(unknown + 1).reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+            # Only dq needs the other warpgroup, so it comes last and the two need not be in step.
+            meet(DS_READY + 2 * (1 - c) + parity, 256)
+            ds_first, ds_second = shared.ds.index(parity * 2), shared.ds.index(parity * 2 + 1)
+            dq = warpgroup_mma(ds_first.permute((1, 0)), k_first, zero_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds_second.permute((1, 0)), k_second, dq, is_async=True)
         block += 1
         if block == n_all:
             block = 0
-        s = warpgroup_mma_wait(num_outstanding=5, deps=[s])
+        s = warpgroup_mma_wait(num_outstanding=5 if WITH_DQ else 3, deps=[s])
         hides = (block < n_left) | (block >= n_full)
         p = _probabilities(shared, s, next_stage, begin + block * ROWS, hides, scale_log2, c, LS)
-        dp = warpgroup_mma_wait(num_outstanding=4, deps=[dp])
+        dp = warpgroup_mma_wait(num_outstanding=4 if WITH_DQ else 2, deps=[dp])
         ds = score_gradient(shared, p, dp, next_stage, scale, LS)
-        dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
+        dv, dk = warpgroup_mma_wait(num_outstanding=2 if WITH_DQ else 0, deps=[dv, dk])
         signal(STAGE_FREE + stage, 2 * 128 + 32)
-        dq = warpgroup_mma_wait(num_outstanding=0, deps=[dq])
-        # The other warpgroup has read what lies here: it said so with its share of this step, which was after its dq of
-        # the step before. With one barrier for both parities a second signal could come before the first is taken.
-        shared.ds.index((parity ^ 1) * 2 + c).store(ds.to(dtype))
-        fence_async_shared()
-        signal(DS_READY + 2 * c + (parity ^ 1), 256)
-        _hand_over_dq(shared, dq, c, n, BLOCK_D)
-    meet(DS_READY + 2 * (1 - c) + (steps & 1), 256)  # what was signalled last, so that no barrier is left half full
+        if WITH_DQ:
+            dq = warpgroup_mma_wait(num_outstanding=0, deps=[dq])
+            # The other warpgroup has read what lies here: it said so with its share of this step, which was after its dq
+            # of the step before. With one barrier for both parities a second signal could come before the first is taken.
+            shared.ds.index((parity ^ 1) * 2 + c).store(ds.to(dtype))
+            fence_async_shared()
+            signal(DS_READY + 2 * c + (parity ^ 1), 256)
+            _hand_over_dq(shared, dq, c, n, BLOCK_D)
+    if WITH_DQ:
+        meet(DS_READY + 2 * (1 - c) + (steps & 1), 256)  # what was signalled last, so that no barrier is left half full
     return dk, dv
 
 
@@ -387,7 +399,7 @@ def _visit_rows_ahead(
 def _differentiate(
     c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
     B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, WITH_DQ: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: keys c * KEYS ... of the program's tile."""
     head, tile_key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
@@ -407,16 +419,23 @@ def _differentiate(
             clear_rows(shared.k.index(c).reshape([KEYS, BLOCK_D]), seen_from, seen_until, KEYS, BLOCK_D)
             clear_rows(shared.v.index(c).reshape([KEYS, BLOCK_DV]), seen_from, seen_until, KEYS, BLOCK_DV)
     warpgroup_barrier()  # what one warp has written all may read; the other warpgroup waits before it reads any of this
+    group = Hq // Hk
     if AHEAD:
-        dk, dv = _visit_rows_ahead(c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, STAGES)
+        dk, dv = _visit_rows_ahead(
+            c, shared, begin, n_left, n_full, n_all, group, scale, BLOCK_D, BLOCK_DV, STAGES, WITH_DQ
+        )
     else:
-        dk, dv = _visit_rows(c, shared, begin, n_left, n_full, n_all, Hq // Hk, scale, BLOCK_D, BLOCK_DV, STAGES)
-    if n_all > 0:
-        meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
+        dk, dv = _visit_rows(c, shared, begin, n_left, n_full, n_all, group, scale, BLOCK_D, BLOCK_DV, STAGES, WITH_DQ)
+    if WITH_DQ:
+        if n_all > 0:
+            meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
     if STORE:
         # dk and dv leave through memory that only this warpgroup has used, and no longer does.
         dtype: gl.constexpr = shared.q.dtype
-        dk_tile = shared.dq.index(c)._reinterpret(dtype, [1, 1, KEYS, BLOCK_D], dk_desc.layout)
+        if WITH_DQ:
+            dk_tile = shared.dq.index(c)._reinterpret(dtype, [1, 1, KEYS, BLOCK_D], dk_desc.layout)
+        else:
+            dk_tile = shared.k.index(c)
         dk_tile.reshape([KEYS, BLOCK_D]).store(dk.to(dtype))
         dv_tile = shared.v.index(c)
         dv_tile.reshape([KEYS, BLOCK_DV]).store(dv.to(dtype))
@@ -449,25 +468,34 @@ def add_sums(ptr, x, key, column, hk, Hk, Sk, DIM, KEYS_OF_TILE: gl.constexpr, C
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
     stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, WITH_DQ: gl.constexpr,
     SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Add to dq [B, Sq, Hq, HEAD_DIM] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
+
+    Without WITH_DQ another kernel forms dq, and the warpgroups need nothing of one another.
 
     Descriptors are of [B, heads, tokens, dim], those of lse and delta of [B x Hq, Sq]. lo, hi int32 [1 or B, Sk]: the rows
     that see each key; read where SHAPE is "rows", else they follow from "full" or "causal". scale > 0.
     """
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_D], k_desc.layout)
+    if WITH_DQ:
+        ds_tiles = gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, BLOCK_D // 2], dq_desc.layout)
+    else:
+        ds_tiles = k_tiles
+        dq_tiles = k_tiles
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        k_tiles,
         gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
-        gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2)),
-        gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, BLOCK_D // 2], dq_desc.layout),
+        ds_tiles,
+        dq_tiles,
         gl.allocate_shared_memory(gl.int32, [4, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
@@ -485,17 +513,19 @@ def backward_kernel(
         [
             (_differentiate, (
                 0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, WITH_DQ, SHAPE, STORE,
             )),
             (_differentiate, (
                 1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, STAGES, AHEAD, WITH_DQ, SHAPE, STORE,
             )),
             (_load, (
                 shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds,
                 B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, STAGES, SHAPE,
             )),
-            (_add_dq, (shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, SHAPE)),
+            (_add_dq, (
+                shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, SHAPE, WITH_DQ,
+            )),
         ],
         [4, 1, 1],
         [240, 24, 24],
