@@ -173,13 +173,13 @@ def compile_variant(variant: Variant) -> HopperUsage:
     """Usage of one variant. What ptxas says is printed by Triton, hence caught; from its cache it would say nothing."""
     name = kernel_of(variant)
     compiled = Compiled(getattr(launch, name))
-    others = {other: Compiled() for other in KERNELS if other != name}
+    kernels: dict[str, Any] = {other: Compiled() for other in KERNELS} | {name: compiled}
     log = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as cache,
         patch.object(triton.knobs.cache, "dir", cache),
         patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
-        patch.multiple(launch, **{name: compiled}, **others),
+        patch.multiple(launch, **kernels),
         patch.object(launch, "_multiprocessors", lambda device: MULTIPROCESSORS),
         patch.object(launch, "_counter", lambda device: torch.zeros(1, dtype=torch.int32)),
         patch.object(torch.cuda, "device", lambda device: nullcontext()),

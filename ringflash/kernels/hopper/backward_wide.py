@@ -1,11 +1,11 @@
 """Backward kernel for heads of more than 128: dk and dv of 64 keys a program, and the warpgroups share every product.
 
 dk and dv of 64 keys by 256 columns fill half of the registers of two warpgroups, so each owns half of the columns. Of the
-scores there are 64 x 64 a step: one warpgroup forms S and P, the other dP and dS, each at full width. Each keeps what it has
-formed in registers, for its half of one product, and hands it over through shared memory for the other's half. dV and dK of
-a step come before S and dP of the next, so that rows may arrive meanwhile: two stages of them are all that there is room for.
+scores there are 64 x 64 a step: one warpgroup forms S and P, the other dP and dS, each at full width. Each keeps what it
+has formed in registers, for its half of one product, and hands it over through shared memory for the other's half. dV and
+dK of a step come before S and dP of the next, so that rows arrive meanwhile: there is room for no more than two stages.
 
-dq is left to the kernel of backward_queries.py. Added from here, 64 KB for every 64 KB that a step reads, it was bound by L2.
+dq is left to backward_queries.py. Added from here, 64 KB for every 64 KB that a step reads, it was bound by L2.
 """
 
 from ringflash.kernels.hopper.backward import add_sums, hide, place, visited, write_ends
