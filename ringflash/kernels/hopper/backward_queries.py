@@ -105,26 +105,35 @@ def _load(
 
 
 @gluon.jit
+def _take_dp(dp, n, VALUE_STAGES: gl.constexpr):
+    dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
+    signal(VALUES_FREE + n % VALUE_STAGES, 2 * 128 + 32)
+    return dp
+
+
+@gluon.jit
 def _score_gradient(
-    s, dp, lse, delta, lo, hi, hides, n, scale,
+    s, dp_ahead, lse, delta, lo, hi, block, hides, n, scale,
     BLOCK_K: gl.constexpr, VALUE_STAGES: gl.constexpr, SHAPE: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
-    """scale * P * (dP - delta) of a block whose S and dP are in flight; lo and hi count from its first key.
+    """scale * P * (dP - delta) of a block whose S and dP are in flight; lse in log2 units, delta with the scale inside.
 
-    lse in log2 units, delta with the scale inside; so dq needs none.
+    Each branch waits for dP by itself, and begins in its own way, because the assembler moves nothing across. From one wait
+    for both it had the exponentials follow the wait, and not run under the product, and freed the values after all else.
     """
     s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
     p = exp2(s * (scale * LOG2_E) - lse[:, None])
-    dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
-    signal(VALUES_FREE + n % VALUE_STAGES, 2 * 128 + 32)
-    ds = p * (dp * scale - delta[:, None])
     if hides:
-        # Chosen and not multiplied: what is hidden, in queries and keys alike, may be NaN.
-        column = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LS))
+        # Both are chosen and not multiplied: what is hidden, in queries and keys alike, may be NaN.
+        column = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LS)) + block * BLOCK_K
+        is_seen = column[None, :] < hi[:, None]
         if SHAPE == "rows":
-            ds = gl.where(column[None, :] >= lo[:, None], ds, 0.0)
-        ds = gl.where(column[None, :] < hi[:, None], ds, 0.0)
-    return ds
+            is_seen = is_seen & (column[None, :] >= lo[:, None])
+        p = gl.where(is_seen, p, 0.0)
+        dp = gl.where(is_seen, _take_dp(dp_ahead, n, VALUE_STAGES), 0.0)
+    else:
+        dp = _take_dp(dp_ahead, n, VALUE_STAGES)
+    return p * (dp * scale - delta[:, None])
 
 
 @gluon.jit
@@ -156,9 +165,7 @@ def _visit_keys(
     dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     block = n_all - 1
     hides = (block < n_left) | (block >= n_full)
-    ds = _score_gradient(
-        s, dp, lse, delta, lo - block * BLOCK_K, hi - block * BLOCK_K, hides, 0, scale, BLOCK_K, VALUE_STAGES, SHAPE, LS
-    )
+    ds = _score_gradient(s, dp, lse, delta, lo, hi, block, hides, 0, scale, BLOCK_K, VALUE_STAGES, SHAPE, LS)
     for n in range(1, n_all):
         # Zero, but the compiler does not know: it would keep the descriptors of q and dout in registers, which are short.
         unknown = n >> 29
@@ -180,10 +187,7 @@ def _visit_keys(
         dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         block -= 1
         hides = (block < n_left) | (block >= n_full)
-        ds = _score_gradient(
-            s, dp, lse, delta, lo - block * BLOCK_K, hi - block * BLOCK_K, hides, n, scale,
-            BLOCK_K, VALUE_STAGES, SHAPE, LS,
-        )  # fmt: skip
+        ds = _score_gradient(s, dp, lse, delta, lo, hi, block, hides, n, scale, BLOCK_K, VALUE_STAGES, SHAPE, LS)
     last = (n_all - 1) % STAGES
     k = shared.k.index(last).reshape([BLOCK_K, BLOCK_D])
     dq = warpgroup_mma(gl.convert_layout(ds.to(dtype), LEFT), k, dq, is_async=True)
@@ -226,6 +230,8 @@ def _differentiate(
         else:
             lo = rows * 0
             hi = lo + Sk
+        # What comes with a row that sees nothing may be NaN.
+        delta = gl.where(lo < hi, delta, 0.0)
         dq = _visit_keys(
             c, shared, n_left, n_full, n_all, keys - (n_all - 1) * BLOCK_K, lse, delta, lo, hi, scale,
             BLOCK_K, BLOCK_D, BLOCK_DV, VALUE_STAGES, SHAPE, LS, LQ,
