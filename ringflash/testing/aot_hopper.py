@@ -40,9 +40,12 @@ SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One launch. Forward: into what was there before, and rounded for good; backward: stored whole or added."""
+    """One kernel of a call. Forward: into what was there before, and rounded for good; backward: stored whole or added.
 
-    direction: Literal["forward", "backward"]
+    Of a call of backward that launches two: "keys" is the one that forms dk and dv alone, "queries" the one that forms dq.
+    """
+
+    direction: Literal["forward", "backward", "keys", "queries"]
     head_dim: int
     value_dim: int
     shape: Shape
@@ -53,11 +56,11 @@ class Variant:
     @property
     def name(self) -> str:
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}/{self.value_dim}"
-        words = {
-            "forward": (("into", self.is_into), ("rounded", self.is_whole)),
-            "backward": (("stored", self.is_whole),),
-        }
-        modes = [word for word, is_so in words[self.direction] if is_so]
+        if self.direction == "forward":
+            words = [("into", self.is_into), ("rounded", self.is_whole)]
+        else:
+            words = [("stored", self.is_whole)]
+        modes = [word for word, is_so in words if is_so]
         return " ".join([self.direction, dims, SHORT[self.dtype], self.shape, *modes])
 
 
@@ -89,7 +92,22 @@ BACKWARD: tuple[tuple[tuple[int, int], Shape, bool], ...] = (
     ((128, 128), "full", True),
     ((128, 128), "causal", False),
     ((128, 128), "rows", True),
+)
+KEYS: tuple[tuple[tuple[int, int], Shape, bool], ...] = (
+    ((64, 64), "rows", True),
+    ((128, 128), "causal", True),
+    ((128, 128), "rows", False),
     ((192, 128), "causal", False),
+    ((256, 256), "full", True),
+    ((256, 256), "rows", False),
+)
+QUERIES: tuple[tuple[tuple[int, int], Shape, bool], ...] = (
+    ((64, 64), "causal", False),
+    ((64, 64), "rows", True),
+    ((128, 128), "causal", True),
+    ((128, 128), "rows", False),
+    ((192, 128), "causal", True),
+    ((192, 128), "rows", False),
     ((256, 256), "full", True),
     ((256, 256), "rows", False),
 )
@@ -103,6 +121,10 @@ def variants(direction: str) -> Iterator[Variant]:
     else:
         for dims, shape, is_whole in BACKWARD:
             yield Variant("backward", *dims, shape, is_whole=is_whole)
+        for dims, shape, is_whole in KEYS:
+            yield Variant("keys", *dims, shape, is_whole=is_whole)
+        for dims, shape, is_whole in QUERIES:
+            yield Variant("queries", *dims, shape, is_whole=is_whole)
 
 
 class Sm90:
@@ -119,30 +141,45 @@ class Sm90:
 
 
 class Compiled:
-    """Stands where the launcher looks for a kernel: compiles for the arguments of the launch, and launches nothing."""
+    """Stands where the launcher looks for a kernel: compiles for the arguments of the launch, and launches nothing.
 
-    def __init__(self, kernel: Any) -> None:
+    Without a kernel it does not even compile: it stands for the launch beside the one that is looked at.
+    """
+
+    def __init__(self, kernel: Any = None) -> None:
         self.kernel = kernel
         self.result: Any = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def compile(*arguments: Any, **options: Any) -> None:
-            self.result = self.kernel.warmup(*arguments, grid=grid, **options)
+            if self.kernel is not None:
+                self.result = self.kernel.warmup(*arguments, grid=grid, **options)
 
         return compile
 
 
+KERNELS = ("forward_kernel", "backward_kernel", "wide_backward_kernel", "queries_backward_kernel")
+
+
+def kernel_of(variant: Variant) -> str:
+    """The name that the launcher has for the kernel of a variant."""
+    if variant.direction == "queries":
+        return "queries_backward_kernel"
+    is_wide = variant.direction == "keys" and max(variant.head_dim, variant.value_dim) > 128
+    return "wide_backward_kernel" if is_wide else f"{variant.direction.replace('keys', 'backward')}_kernel"
+
+
 def compile_variant(variant: Variant) -> HopperUsage:
     """Usage of one variant. What ptxas says is printed by Triton, hence caught; from its cache it would say nothing."""
-    is_wide = variant.direction == "backward" and max(variant.head_dim, variant.value_dim) > 128
-    name = "wide_backward_kernel" if is_wide else f"{variant.direction}_kernel"
+    name = kernel_of(variant)
     compiled = Compiled(getattr(launch, name))
+    kernels: dict[str, Any] = {other: Compiled() for other in KERNELS} | {name: compiled}
     log = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as cache,
         patch.object(triton.knobs.cache, "dir", cache),
         patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
-        patch.object(launch, name, compiled),
+        patch.multiple(launch, **kernels),
         patch.object(launch, "_multiprocessors", lambda device: MULTIPROCESSORS),
         patch.object(launch, "_counter", lambda device: torch.zeros(1, dtype=torch.int32)),
         patch.object(torch.cuda, "device", lambda device: nullcontext()),
@@ -180,7 +217,8 @@ def _backward(variant: Variant) -> None:
     dq, dk, dv = (torch.empty_like(x, dtype=None if variant.is_whole else torch.float32) for x in (q, k, v))
     launch.Hopper().backward(
         q, k, v, Rows(dout, dout, statistic, statistic, False), _bounds(variant.shape),
-        Score().resolve(variant.head_dim), dq, dk, dv, deterministic=False, is_all=variant.is_whole,
+        Score().resolve(variant.head_dim), dq, dk, dv, deterministic=variant.direction != "backward",
+        is_all=variant.is_whole,
     )  # fmt: skip
 
 

@@ -23,8 +23,14 @@ SPILLED = {
         ("forward", "d256"): 184,
         ("backward", "d64"): 16,
         ("backward", "d128"): 8,
-        ("backward", "d192/128"): 0,
-        ("backward", "d256"): 120,
+        ("keys", "d64"): 0,
+        ("keys", "d128"): 0,
+        ("keys", "d192/128"): 0,
+        ("keys", "d256"): 0,
+        ("queries", "d64"): 0,
+        ("queries", "d128"): 0,
+        ("queries", "d192/128"): 0,
+        ("queries", "d256"): 0,
     },
     "3.8": {
         ("forward", "d64"): 24,
@@ -33,13 +39,20 @@ SPILLED = {
         ("forward", "d256"): 408,
         ("backward", "d64"): 40,
         ("backward", "d128"): 0,
-        ("backward", "d192/128"): 0,
-        ("backward", "d256"): 16,
+        # TODO(0.1): those of 3.6, until 3.8 has compiled these.
+        ("keys", "d64"): 0,
+        ("keys", "d128"): 0,
+        ("keys", "d192/128"): 0,
+        ("keys", "d256"): 0,
+        ("queries", "d64"): 0,
+        ("queries", "d128"): 0,
+        ("queries", "d192/128"): 0,
+        ("queries", "d256"): 0,
     },
 }
 # Loads and stores of it in the loops over blocks that a mask cuts. In the loops over all others, where the time goes, and
-# in those of backward there is none, but at d256, where dk and dv alone take half of the registers.
-SPILLS_IN_UNMASKED_LOOPS = {"3.6": {("backward", "d256"): 22}, "3.8": {("backward", "d256"): 2, ("backward", "d64"): 5}}
+# in those of backward there is none under 3.6.
+SPILLS_IN_UNMASKED_LOOPS: dict[str, dict[tuple[str, str], int]] = {"3.6": {}, "3.8": {("backward", "d64"): 5}}
 SPILLS_IN_MASKED_LOOPS = {
     "3.6": {("forward", "d128"): 10, ("forward", "d256"): 2},
     "3.8": {("forward", "d128"): 16},
@@ -86,7 +99,9 @@ def test_every_launch_compiles_within_its_limits(version, direction):
     lines, errors = usages(version, direction)
     assert [line["name"] for line in lines] == [variant.name for variant in aot_hopper.variants(direction)]
     broken = {line["name"]: line["error"] for line in lines if "error" in line}
-    known = {name for where, name in BROKEN if where == release and name.startswith(direction)}
+    known = {
+        name for where, name in BROKEN if where == release and name.startswith("forward") == (direction == "forward")
+    }
     assert set(broken) == known, f"triton {version} does not compile {broken}, expected {known}: {errors[-3000:]}"
     wrong = [complaint for line in lines if "error" not in line for complaint in complaints(release, line)]
     assert not wrong, "\n".join([f"triton {version}:", *wrong])
@@ -97,7 +112,7 @@ def complaints(release, usage):
     name, loops = usage["name"], usage["loops"]
     direction, dims, _, shape = name.split()[:4]
     # A loop for blocks that show all and one for each end that a mask can hide, times two warpgroups.
-    count = 2 if direction == "backward" else 6 if shape == "rows" else 4
+    count = 2 if direction != "forward" else 6 if shape == "rows" else 4
     spilled = SPILLED[release][direction, dims]
     if usage["registers"] * usage["threads"] > REGISTERS:
         yield f"{name}: {usage['threads']} threads of {usage['registers']} registers; a block has {REGISTERS}"

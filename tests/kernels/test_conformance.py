@@ -70,9 +70,7 @@ def right_or_refused(target):
     try:
         yield
     except NotImplementedError as refusal:
-        if target[0] != "hopper" or not re.search(
-            "multiple of 8|not positive|know no|the order in which", str(refusal)
-        ):
+        if target[0] != "hopper" or not re.search("multiple of 8|not positive|know no", str(refusal)):
             raise
 
 
@@ -281,8 +279,7 @@ def test_masks_that_differ_over_the_batch(target, name):
 @pytest.mark.parametrize("target", EXACT)
 def test_the_deterministic_mode_gives_the_same_gradients(target):
     problem = {"queries": 100, "keys": 130, "heads": (4, 2), "dim": 32}
-    with right_or_refused(target):
-        check(target, *attend(target, problem, rf.Causal(), deterministic=True))
+    check(target, *attend(target, problem, rf.Causal(), deterministic=True))
 
 
 @pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][0] == "triton"])
@@ -335,6 +332,34 @@ def test_more_tiles_than_a_gpu_has_processors(target, dims, name):
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
+@pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][2] == "cuda"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (192, 128), (128, 256), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_deterministic_gradients_repeat_bit_for_bit(target, dims, name):
+    """Added up over the sources of a ring, and written whole; many blocks, ragged ends, heads that share keys."""
+    mask, queries, keys = LONG[name]
+    problem = {"batch": 2, "queries": queries, "keys": keys, "heads": (4, 2), "dim": dims[0], "value_dim": dims[1]}
+    first = None
+    for _ in range(5):
+        results, expected, plain = attend(target, problem, mask, ranks=2, layout=rf.Zigzag(), deterministic=True)
+        check(target, results, expected, plain)
+        first = first or results
+        assert all(torch.equal(first[what], results[what]) for what in first)
+
+    x = draw(**problem, dtype=target[1], device=target[2])
+    q, k, v, dout = (x[what] for what in ("q", "k", "v", "dout"))
+    backend, score = get(target, *dims, heads=(4, 2), direction="backward", deterministic=True)
+    bounds = plan(mask, rf.Contiguous(), keys, query_length=queries)[0]
+    partial = backend.forward(q, k, v, bounds, score)
+    out = partial.out.to(target[1])
+    rows = Rows(out, dout, partial.lse, delta(out, dout, None), False)
+    runs = [backend.gradients(q, k, v, rows, bounds, score, True) for _ in range(5)]
+    whole = dense_gradients(q, k, v, mask, dout, score=score)
+    for what, actual in zip(("dq", "dk", "dv"), runs[0], strict=True):
+        assert relative_error(actual, whole[what]) < (1e-4 if target[1] in (F32, F64) else 1e-2), what
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
 @pytest.mark.parametrize("target", EXACT)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 129), (129, 1), (17, 65), (64, 64), (127, 255)])
 @pytest.mark.parametrize("mask", [rf.Full(), rf.Causal()], ids=["full", "causal"])
@@ -372,12 +397,13 @@ PADDED = {
 @pytest.mark.parametrize(
     ("dim", "name"), [(16, "causal"), (128, "causal"), (256, "causal"), (16, "window"), (16, "chunked")]
 )
-def test_keys_that_no_query_sees_may_hold_anything(target, dim, name):
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "deterministic"])
+def test_keys_that_no_query_sees_may_hold_anything(target, dim, name, deterministic):
     """Padding in a batch is often memory that nobody wrote: 0 * NaN must not reach outputs or gradients."""
     _, dtype, device = target
     x = draw(batch=2, queries=150, heads=(2, 1), dim=dim, dtype=dtype, device=device)
     backend, score = get(target, dim, heads=(2, 1))
-    backward, _ = get(target, dim, heads=(2, 1), direction="backward")
+    backward, _ = get(target, dim, heads=(2, 1), direction="backward", deterministic=deterministic)
     bounds = plan(PADDED[name], rf.Contiguous(), 150)[0]
 
     def run(k, v):
@@ -385,7 +411,7 @@ def test_keys_that_no_query_sees_may_hold_anything(target, dim, name):
         out = partial.out.to(dtype)
         rows = Rows(out, x["dout"], partial.lse, delta(out, x["dout"], None), False)
         gradients = [torch.zeros(t.shape, dtype=partial.out.dtype, device=device) for t in (x["q"], k, v)]
-        backward.backward(x["q"], k, v, rows, bounds, score, *gradients, False)
+        backward.backward(x["q"], k, v, rows, bounds, score, *gradients, deterministic)
         return [partial.out, partial.lse.nan_to_num(neginf=0.0, nan=torch.nan), *gradients]
 
     clean = run(x["k"], x["v"])

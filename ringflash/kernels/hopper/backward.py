@@ -150,7 +150,7 @@ def _load(
 @gluon.jit
 def _add_dq(
     shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
-    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr,
+    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds finished tiles of dq, one from each warpgroup a step, into global memory."""
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
@@ -159,6 +159,8 @@ def _add_dq(
         lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
     )
     group = Hq // Hk
+    if not WITH_DQ:
+        n_all = 0
     for g in range(group):
         h = (head - b * Hk) * group + g
         for block in range(n_all):
@@ -286,7 +288,8 @@ def _form_dq(c: gl.constexpr, shared, zero, parity, first, BLOCK_D: gl.constexpr
 @gluon.jit
 def _visit_rows(
     c: gl.constexpr, shared, begin, n_left, n_full, n_all, group, seen_from, seen_until, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
     """(dk [KEYS, BLOCK_D], dv [KEYS, BLOCK_DV]) of warpgroup c.
 
@@ -348,17 +351,19 @@ def _visit_rows(
             # Rows that see nothing may hold anything, and 0 * NaN is NaN.
             delta = gl.where(gl.abs(delta) < float("inf"), delta, 0.0)
         ds = score_gradient(p, dp, delta, scale).to(dtype)
-        # The other warpgroup has read what lies here: it said so with its share of the step before, which was after its
-        # dq of the step before that. With one barrier for both parities a second signal could come before the first is
-        # taken.
-        shared.ds.index(parity * 2 + c).permute((1, 0)).store(ds)
-        fence_async_shared()
-        signal(DS_READY + 2 * c + parity, 256)
+        if WITH_DQ:
+            # The other warpgroup has read what lies here: it said so with its share of the step before, which was after
+            # its dq of the step before that. With one barrier for both parities a second signal could come before the
+            # first is taken.
+            shared.ds.index(parity * 2 + c).permute((1, 0)).store(ds)
+            fence_async_shared()
+            signal(DS_READY + 2 * c + parity, 256)
         if IS_TIGHT:
             dv = warpgroup_mma(p_t, dout, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
-        meet(DS_READY + 2 * (1 - c) + parity, 256)
-        dq = _form_dq(c, shared, zero_dq, parity, unknown, BLOCK_D, ROWS)
+        if WITH_DQ:
+            meet(DS_READY + 2 * (1 - c) + parity, 256)
+            dq = _form_dq(c, shared, zero_dq, parity, unknown, BLOCK_D, ROWS)
         block += 1
         if block == n_all:
             block = 0
@@ -369,12 +374,13 @@ def _visit_rows(
             mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
             if SHAPE == "rows":
                 _clear_ends(next_q, block, begin, seen_from, seen_until, BLOCK_D, ROWS)
-        dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=[dv, dk])
+        dv, dk = warpgroup_mma_wait(num_outstanding=2 if WITH_DQ else 0, deps=[dv, dk])
         signal(STAGE_FREE + stage, 2 * 128 + 32)
         k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
         s = warpgroup_mma(k, next_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
-        _hand_over_dq(shared, dq, c, n, COLUMNS)
+        if WITH_DQ:
+            dq = warpgroup_mma_wait(num_outstanding=1, deps=[dq])
+            _hand_over_dq(shared, dq, c, n, COLUMNS)
         if not IS_TIGHT:
             lse = _statistic(shared.lse, next_stage, LOG2_E, ROWS, LS)
         s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
@@ -385,7 +391,7 @@ def _visit_rows(
 def _differentiate(
     c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
     B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: keys c * KEYS ... of the program's tile."""
     head, tile_key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
@@ -412,14 +418,17 @@ def _differentiate(
         rows_until = gl.load(hi_ptr + b * stride_bounds + gl.minimum(tile_key + 2 * KEYS, Sk) - 1)
     dk, dv = _visit_rows(
         c, shared, begin, n_left, n_full, n_all, Hq // Hk, rows_from, rows_until, scale,
-        BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE,
+        BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
     )  # fmt: skip
-    if n_all > 0:
+    if WITH_DQ and n_all > 0:
         meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
     if STORE:
         # dk and dv leave through memory that only this warpgroup has used, and no longer does.
         dtype: gl.constexpr = shared.q.dtype
-        dk_tile = shared.dq.index(c)._reinterpret(dtype, [1, 1, KEYS, BLOCK_D], dk_desc.layout)
+        if WITH_DQ:
+            dk_tile = shared.dq.index(c)._reinterpret(dtype, [1, 1, KEYS, BLOCK_D], dk_desc.layout)
+        else:
+            dk_tile = shared.k.index(c)
         dk_tile.reshape([KEYS, BLOCK_D]).store(dk.to(dtype))
         dv_tile = shared.v.index(c)
         dv_tile.reshape([KEYS, BLOCK_DV]).store(dv.to(dtype))
@@ -452,25 +461,34 @@ def add_sums(ptr, x, key, column, hk, Hk, Sk, DIM, KEYS_OF_TILE: gl.constexpr, C
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
     stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Add to dq [B, Sq, Hq, HEAD_DIM] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
+
+    Without WITH_DQ another kernel forms dq, and the warpgroups need nothing of one another.
 
     Descriptors are of [B, heads, tokens, dim], those of lse and delta of [B x Hq, Sq]. lo, hi int32 [1 or B, Sk]: the rows
     that see each key; read where SHAPE is "rows", else they follow from "full" or "causal". scale > 0.
     """
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_D], k_desc.layout)
+    if WITH_DQ:
+        ds_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, KEYS], gl.NVMMASharedLayout(128, 16, rank=2))
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, DQ_ROWS, dq_columns(ROWS, BLOCK_D)], dq_desc.layout)
+    else:
+        ds_tiles = k_tiles
+        dq_tiles = k_tiles
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        k_tiles,
         gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
-        gl.allocate_shared_memory(dtype, [4, ROWS, KEYS], gl.NVMMASharedLayout(128, 16, rank=2)),
-        gl.allocate_shared_memory(gl.float32, [2, 1, 1, DQ_ROWS, dq_columns(ROWS, BLOCK_D)], dq_desc.layout),
+        ds_tiles,
+        dq_tiles,
         gl.allocate_shared_memory(gl.int32, [4, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
@@ -488,17 +506,21 @@ def backward_kernel(
         [
             (_differentiate, (
                 0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
+                STORE,
             )),
             (_differentiate, (
                 1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE, STORE,
+                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
+                STORE,
             )),
             (_load, (
                 shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds,
                 B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE,
             )),
-            (_add_dq, (shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, ROWS, SHAPE)),
+            (_add_dq, (
+                shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, ROWS, SHAPE, WITH_DQ,
+            )),
         ],
         [4, 1, 1],
         [240, 24, 24],

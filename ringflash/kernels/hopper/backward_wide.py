@@ -1,10 +1,11 @@
-"""Backward kernel for heads of more than 128: a program keeps 64 keys, and the warpgroups share every product.
+"""Backward kernel for heads of more than 128: dk and dv of 64 keys a program, and the warpgroups share every product.
 
-dk and dv of 64 keys by 256 columns fill the registers of two warpgroups, so each owns half of the columns. Of the scores
-there are 64 x 64 a step: one warpgroup forms S and P, the other dP and dS, each at full width, and they hand P and dS to
-one another through shared memory. S and dP of the next step run beside dV, dK and dQ of this one.
+dk and dv of 64 keys by 256 columns fill half of the registers of two warpgroups, so each owns half of the columns. Of the
+scores there are 64 x 64 a step: one warpgroup forms S and P, the other dP and dS, each at full width. Each keeps what it
+has formed in registers, for its half of one product, and hands it over through shared memory for the other's half. dV and
+dK of a step come before S and dP of the next, so that rows arrive meanwhile: there is room for no more than two stages.
 
-There is no shared memory left for tiles of dq, so they are added into global memory straight from registers.
+dq is left to backward_queries.py. Added from here, 64 KB for every 64 KB that a step reads, it was bound by L2.
 """
 
 from ringflash.kernels.hopper.backward import add_sums, hide, place, visited, write_ends
@@ -23,9 +24,11 @@ from ringflash.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 
-STAGE_FREE = gl.constexpr(6)  # 6 and 7
-P_WRITTEN = gl.constexpr(8)
-DS_WRITTEN = gl.constexpr(9)
+# Named barriers; pairs are those of a stage.
+QUERIES_FREE = gl.constexpr(6)
+DOUT_FREE = gl.constexpr(8)
+P_WRITTEN = gl.constexpr(10)
+DS_WRITTEN = gl.constexpr(11)
 KEYS = gl.constexpr(64)  # of a program
 ROWS = gl.constexpr(64)  # of a step
 STAGES = gl.constexpr(2)
@@ -80,19 +83,23 @@ def _load(
         for block in range(n_all):
             row = begin + block * ROWS
             stage = n % STAGES
+            # dout first, whose memory is free first.
             if n >= STAGES:
-                meet(STAGE_FREE + stage, 2 * 128 + 32)
-            mbarrier.expect(shared.q_full.index(stage), ROWS * BLOCK_D * SIZE + ROWS * 4)
-            tma_load(q_desc, [b, h, row, 0], shared.q_full.index(stage), shared.q.index(stage))
-            tma_load(lse_desc, [b * Hq + h, row], shared.q_full.index(stage), shared.lse.index(stage))
+                meet(DOUT_FREE + stage, 2 * 128 + 32)
             mbarrier.expect(shared.dout_full.index(stage), ROWS * BLOCK_DV * SIZE + ROWS * 4)
             tma_load(dout_desc, [b, h, row, 0], shared.dout_full.index(stage), shared.dout.index(stage))
             tma_load(delta_desc, [b * Hq + h, row], shared.dout_full.index(stage), shared.delta.index(stage))
+            if n >= STAGES:
+                meet(QUERIES_FREE + stage, 2 * 128 + 32)
+            mbarrier.expect(shared.q_full.index(stage), ROWS * BLOCK_D * SIZE + ROWS * 4)
+            tma_load(q_desc, [b, h, row, 0], shared.q_full.index(stage), shared.q.index(stage))
+            tma_load(lse_desc, [b * Hq + h, row], shared.q_full.index(stage), shared.lse.index(stage))
             n += 1
     # Take what is signalled after the last use, so that no barrier is left half full.
     for i in gl.static_range(STAGES):
         if n > i:
-            meet(STAGE_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
+            meet(DOUT_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
+            meet(QUERIES_FREE + (n - 1 - i) % STAGES, 2 * 128 + 32)
 
 
 @gluon.jit
@@ -116,7 +123,7 @@ def _issue_scores(
 
 @gluon.jit
 def _share_scores(c: gl.constexpr, shared, x, n, stage, row, hides, scale, LS: gl.constexpr):
-    """From S the probabilities, from them and dP the gradients of the scores; both rounded, in shared memory."""
+    """From S the probabilities, from them and dP the gradients of the scores; rounded, for the other in shared memory."""
     buffer = n & 1
     dtype: gl.constexpr = shared.q.dtype
     if c == 0:
@@ -124,7 +131,8 @@ def _share_scores(c: gl.constexpr, shared, x, n, stage, row, hides, scale, LS: g
         p = exp2(x * (scale * LOG2_E) - lse[None, :])
         if hides:
             p = hide(p, shared.ends, 0, shared.count, row, LS)
-        shared.p.index(buffer).store(p.to(dtype))
+        own = p.to(dtype)
+        shared.p.index(buffer).store(own)
         fence_async_shared()
         signal(P_WRITTEN, 256)
     else:
@@ -132,51 +140,24 @@ def _share_scores(c: gl.constexpr, shared, x, n, stage, row, hides, scale, LS: g
         dp = x * scale - delta[None, :]
         meet(P_WRITTEN, 256)
         p = shared.p.index(buffer).load(LS).to(gl.float32)
-        shared.ds.index(buffer).store((p * dp).to(dtype))
+        own = (p * dp).to(dtype)
+        shared.ds.index(buffer).store(own)
         fence_async_shared()
-
-
-@gluon.jit
-def _halves(x, M: gl.constexpr, N: gl.constexpr):
-    a, b = gl.split(gl.permute(x.reshape([M, 2, N // 2]), (0, 2, 1)))
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N // 2, 16])
-    return gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(b, L, assert_trivial=True)
-
-
-@gluon.jit
-def _add_piece(ptrs, x, column, inside, HEAD_DIM):
-    gl.atomic_add(ptrs + column, x, mask=inside[:, None] & (column < HEAD_DIM), sem="relaxed")
-
-
-@gluon.jit
-def _add_dq(ptr, dq, rows_left, stride, column, HEAD_DIM):
-    """Add dq [ROWS, 64] at ptr, in pieces of 8 columns: one address per row, and the columns are immediates."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    inside = row < rows_left
-    ptrs = ptr + (row * stride)[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, L))[None, :]
-    left, right = _halves(dq, ROWS, 64)
-    for i in gl.static_range(2):
-        a, b = _halves(left if i == 0 else right, ROWS, 32)
-        for j in gl.static_range(2):
-            first, second = _halves(a if j == 0 else b, ROWS, 16)
-            _add_piece(ptrs, first, column + (i * 32 + j * 16), inside, HEAD_DIM)
-            _add_piece(ptrs, second, column + (i * 32 + j * 16 + 8), inside, HEAD_DIM)
+    return own
 
 
 @gluon.jit
 def _differentiate(
-    c: gl.constexpr, shared, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
+    c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
     B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup c: columns c * HALF ... of dk, dv and dq."""
+    """Warpgroup c: columns c * HALF ... of dk and dv."""
     HALF: gl.constexpr = BLOCK_D // 2
     HALF_V: gl.constexpr = BLOCK_DV // 2
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     LK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_V, 16])
-    LQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, KEYS)
     b = head // Hk
     hk = head - b * Hk
@@ -187,7 +168,6 @@ def _differentiate(
     seen_from, seen_until = write_ends(shared.ends, c, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE)
     dk = gl.full([KEYS, HALF], 0.0, gl.float32, layout=LK)
     dv = gl.full([KEYS, HALF_V], 0.0, gl.float32, layout=LV)
-    zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=LQ)
     steps = n_all * group
     mbarrier.wait(shared.kv_full.index(0), 0)
     mbarrier.wait(shared.kv_full.index(1), 0)
@@ -198,55 +178,39 @@ def _differentiate(
             else:
                 clear_rows(shared.v.reshape([KEYS, BLOCK_DV]), seen_from, seen_until, KEYS, BLOCK_DV)
     warpgroup_barrier()  # what one warp has written all may read; the other warpgroup waits before it reads any of this
+    own = gl.full([KEYS, ROWS], 0.0, shared.q.dtype, layout=LS)
     if steps > 0:
         x = _issue_scores(c, shared, 0, 0, BLOCK_D, BLOCK_DV, LS, True)
         x = warpgroup_mma_wait(num_outstanding=0, deps=[x])
-        _share_scores(c, shared, x, 0, 0, begin, (0 < n_left) | (0 >= n_full), scale, LS)
+        own = _share_scores(c, shared, x, 0, 0, begin, (0 < n_left) | (0 >= n_full), scale, LS)
         meet(DS_WRITTEN, 256)
-    h = hk * group
-    dim = HEAD_DIM // 8 * 8  # which tells the compiler that two columns may go in one addition
     block = 0
     for n in range(steps):
-        unknown = (
-            n >> 29
-        )  # zero, but the compiler does not know: it would keep descriptors in registers, which are short
         stage = n % STAGES
         next_stage = (n + 1) % STAGES
-        mbarrier.wait(shared.q_full.index(stage), (n // STAGES) & 1)
         mbarrier.wait(shared.dout_full.index(stage), (n // STAGES) & 1)
-        # After the last step this works on what is left there, and nobody reads the result.
-        x = _issue_scores(c, shared, n + 1, next_stage, BLOCK_D, BLOCK_DV, LS, n + 1 < steps)
-        p = shared.p.index(unknown + (n & 1))
-        ds = shared.ds.index(unknown + (n & 1))
-        k = shared.k.reshape([KEYS, BLOCK_D])
+        mbarrier.wait(shared.q_full.index(stage), (n // STAGES) & 1)
         dout = shared.dout.index(stage).reshape([ROWS, BLOCK_DV]).slice(c * HALF_V, HALF_V, dim=1)
         q = shared.q.index(stage).reshape([ROWS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
-        dv = warpgroup_mma(p, dout, dv, is_async=True)
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
-        dq = warpgroup_mma(ds.permute((1, 0)), k.slice(c * HALF, 64, dim=1), zero, use_acc=False, is_async=True)
-        row = begin + block * ROWS
-        dq_row = dq_ptr + ((b.to(gl.int64) * Sq + row) * Hq + h) * dim
-        rows_left = Sq - row
+        if c == 0:
+            dv = warpgroup_mma(gl.convert_layout(own, gl.DotOperandLayout(0, LV, 2)), dout, dv, is_async=True)
+            dk = warpgroup_mma(shared.ds.index(n & 1), q, dk, is_async=True)
+        else:
+            dv = warpgroup_mma(shared.p.index(n & 1), dout, dv, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(own, gl.DotOperandLayout(0, LK, 2)), q, dk, is_async=True)
+        # After the last step this works on what is left there, and nobody reads the result.
+        x = _issue_scores(c, shared, n + 1, next_stage, BLOCK_D, BLOCK_DV, LS, n + 1 < steps)
         block += 1
         if block == n_all:
             block = 0
-            h += 1
-        x = warpgroup_mma_wait(num_outstanding=3, deps=[x])
+        dv = warpgroup_mma_wait(num_outstanding=2, deps=[dv])
+        signal(DOUT_FREE + stage, 2 * 128 + 32)
+        dk = warpgroup_mma_wait(num_outstanding=1, deps=[dk])
+        signal(QUERIES_FREE + stage, 2 * 128 + 32)
+        x = warpgroup_mma_wait(num_outstanding=0, deps=[x])
         if n + 1 < steps:
             hides = (block < n_left) | (block >= n_full)
-            _share_scores(c, shared, x, n + 1, next_stage, begin + block * ROWS, hides, scale, LS)
-        dv, dk = warpgroup_mma_wait(num_outstanding=1, deps=[dv, dk])
-        signal(STAGE_FREE + stage, 2 * 128 + 32)
-        dq = warpgroup_mma_wait(num_outstanding=0, deps=[dq])
-        if HALF == 128:
-            second = warpgroup_mma(
-                ds.permute((1, 0)), k.slice(c * HALF + 64, 64, dim=1), zero, use_acc=False, is_async=True
-            )
-            _add_dq(dq_row, dq, rows_left, Hq * dim, c * HALF, HEAD_DIM)
-            second = warpgroup_mma_wait(num_outstanding=0, deps=[second])
-            _add_dq(dq_row, second, rows_left, Hq * dim, c * HALF + 64, HEAD_DIM)
-        else:
-            _add_dq(dq_row, dq, rows_left, Hq * dim, c * HALF, HEAD_DIM)
+            own = _share_scores(c, shared, x, n + 1, next_stage, begin + block * ROWS, hides, scale, LS)
         meet(DS_WRITTEN, 256)
     if STORE:
         # All products are done in both warpgroups, so dk and dv leave through the memory of k and v.
@@ -273,11 +237,11 @@ def _differentiate(
     ]
 )  # fmt: skip
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
     stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """As backward_kernel, for BLOCK_D and BLOCK_DV of 128 or 256; dq is contiguous."""
+    """As backward_kernel without dq, for BLOCK_D and BLOCK_DV of 128 or 256."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     scores: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -307,11 +271,11 @@ def wide_backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (
-                0, shared, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
+                0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
                 B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, SHAPE, STORE,
             )),
             (_differentiate, (
-                1, shared, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
+                1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
                 B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, SHAPE, STORE,
             )),
             (_load, (

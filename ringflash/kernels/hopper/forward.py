@@ -59,7 +59,7 @@ class Shared:
 
 
 @gluon.jit
-def _place(tile, q_blocks, heads, GROUP):
+def place(tile, q_blocks, heads, GROUP):
     """(batch row x head, block of queries) of a tile.
 
     GROUP heads at a time, so that their keys stay in L2; in a group the last block first, which under a causal mask is the
@@ -73,7 +73,7 @@ def _place(tile, q_blocks, heads, GROUP):
 
 
 @gluon.jit
-def _visited(lo_ptr, hi_ptr, row, Sq, Sk, TILE: gl.constexpr, BLOCK_K: gl.constexpr, SHAPE: gl.constexpr):
+def visited(lo_ptr, hi_ptr, row, Sq, Sk, TILE: gl.constexpr, BLOCK_K: gl.constexpr, SHAPE: gl.constexpr):
     """(first key, blocks that hide keys at the left, end of those that show all, all blocks, keys) of TILE queries.
 
     As split_blocks of the Triton kernels: ends grow along the rows, so those of the first and the last row say it all.
@@ -166,10 +166,10 @@ def _load(
     turn = 0
     n = 0
     tile = gl.program_id(0)
-    head, block = _place(tile, q_blocks, heads, GROUP)
+    head, block = place(tile, q_blocks, heads, GROUP)
     row = block * TILE
     b = head // Hq
-    begin, n_left, n_full, n_all, keys = _visited(
+    begin, n_left, n_full, n_all, keys = visited(
         lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, TILE, BLOCK_K, SHAPE
     )
     while tile < tiles:
@@ -195,10 +195,10 @@ def _load(
             turn += 1
         # What comes next is looked up while this tile is computed.
         tile = gl.num_programs(0) + next_tile(counter_ptr, tiles)
-        head, block = _place(gl.minimum(tile, tiles - 1), q_blocks, heads, GROUP)
+        head, block = place(gl.minimum(tile, tiles - 1), q_blocks, heads, GROUP)
         row = block * TILE
         b = head // Hq
-        begin, n_left, n_full, n_all, keys = _visited(
+        begin, n_left, n_full, n_all, keys = visited(
             lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, TILE, BLOCK_K, SHAPE
         )
         for i in range(1, blocks):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows
 from ringflash.kernels.hopper.backward import backward_kernel, dq_columns
+from ringflash.kernels.hopper.backward_queries import queries_backward_kernel
 from ringflash.kernels.hopper.backward_wide import wide_backward_kernel
 from ringflash.kernels.hopper.forward import forward_kernel
 from ringflash.kernels.hopper.gluon import VERSION, VERSIONS, TensorDescriptor, gl
@@ -23,7 +24,9 @@ from ringflash.kernels.hopper.tuning import (
     forward_warpgroups,
     overlaps,
     padded,
+    queries_keys,
     takes_turns,
+    value_stages,
     way_of_out,
 )
 from ringflash.kernels.partial import Partial
@@ -55,8 +58,6 @@ class Hopper(Backend):
             return f"scale {call.scale} is not positive"
         if terms := call.terms - {"sinks"}:
             return f"its kernels know no {', '.join(sorted(terms))}"
-        if call.direction == "backward" and call.deterministic:
-            return "it adds dq up in the order in which programs end"
         return None
 
     def forward(
@@ -119,45 +120,82 @@ class Hopper(Backend):
         Sk, Hk, Dv = v.shape[1:]
         if bounds.columns == 0 or q.numel() == 0:
             return
+        is_wide = max(D, Dv) > 128
+        if is_wide or deterministic:
+            _key_gradients(q, k, v, rows, bounds, score, None, dk, dv, is_all)
+            _query_gradient(q, k, v, rows, bounds, score, dq, is_all)
+            return
         # What is added up must start at zero, in fp32.
         total = q.new_zeros(q.shape, dtype=torch.float32) if is_all else dq
-        is_wide = max(D, Dv) > 128
-        block_d, block_dv = (max(128 if is_wide else 64, padded(dim)) for dim in (D, Dv))
-        keys_of_tile = ROWS if is_wide else KEYS
-        k_blocks = -(-Sk // keys_of_tile)
-        group = backward_group(Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
-        lo, hi = bounds.columns_to(q.device)
-        keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
-        step = backward_rows(max(block_d, block_dv))
-        inputs = (
-            described(q, step, block_d), keys, values, described(rows.dout, step, block_dv),
-            _described_rows(rows.lse, step), _described_rows(rows.delta, step),
-        )  # fmt: skip
-        results = (
-            described(dk, ROWS, block_d, is_written=True) if is_all else keys,
-            described(dv, ROWS, block_dv, is_written=True) if is_all else values,
-        )
-        numbers = (
-            lo, hi, dk.stride(0), dv.stride(0), batch_stride(lo), B, Hq, Hk, Sq, Sk, group, D, Dv, score.factor,
-        )  # fmt: skip
-        constants = {
-            "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SHAPE": bounds.shape, "STORE": is_all,
-            "num_warps": 4, "maxnreg": 168,
-        }  # fmt: skip
-        with torch.cuda.device(q.device):
-            if is_wide:
-                wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, total, dk, dv, *numbers, **constants)
-            else:
-                columns = dq_columns(step, block_d)
-                backward_kernel[(k_blocks * B * Hk,)](
-                    *inputs, described(total, ROWS, columns, is_written=True), *results, dk, dv, *numbers,
-                    ROWS=step, STAGES=2, **constants,
-                )  # fmt: skip
+        _key_gradients(q, k, v, rows, bounds, score, total, dk, dv, is_all)
         if total is not dq:
             dq.copy_(total)
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return Triton().delta(out, dout, dlse)
+
+
+def _key_gradients(
+    q: Tensor, k: Tensor, v: Tensor, rows: Rows, bounds: Bounds, score: Score, dq: Tensor | None, dk: Tensor, dv: Tensor,
+    is_all: bool,
+) -> None:  # fmt: skip
+    """Launch the column-parallel kernel: dk and dv, and dq [B, Sq, Hq, D] fp32 to add to where it is given, D up to 128."""
+    B, Sq, Hq, D = q.shape
+    Sk, Hk, Dv = v.shape[1:]
+    is_wide = max(D, Dv) > 128
+    assert dq is None or not is_wide, "the kernel for wide heads forms dk and dv only"
+    block_d, block_dv = (max(128 if is_wide else 64, padded(dim)) for dim in (D, Dv))
+    k_blocks = -(-Sk // (ROWS if is_wide else KEYS))
+    group = backward_group(Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
+    lo, hi = bounds.columns_to(q.device)
+    keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
+    step = backward_rows(max(block_d, block_dv))
+    inputs = (
+        described(q, step, block_d), keys, values, described(rows.dout, step, block_dv),
+        _described_rows(rows.lse, step), _described_rows(rows.delta, step),
+    )  # fmt: skip
+    results = (
+        described(dk, ROWS, block_d, is_written=True) if is_all else keys,
+        described(dv, ROWS, block_dv, is_written=True) if is_all else values,
+    )
+    numbers = (
+        lo, hi, dk.stride(0), dv.stride(0), batch_stride(lo), B, Hq, Hk, Sq, Sk, group, D, Dv, score.factor,
+    )  # fmt: skip
+    constants = {
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SHAPE": bounds.shape, "STORE": is_all, "num_warps": 4, "maxnreg": 168,
+    }  # fmt: skip
+    with torch.cuda.device(q.device):
+        if is_wide:
+            wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, dk, dv, *numbers, **constants)
+        else:
+            sums = keys if dq is None else described(dq, ROWS, dq_columns(step, block_d), is_written=True)
+            backward_kernel[(k_blocks * B * Hk,)](
+                *inputs, sums, *results, dk, dv, *numbers,
+                ROWS=step, STAGES=2, WITH_DQ=dq is not None, **constants,
+            )  # fmt: skip
+
+
+def _query_gradient(
+    q: Tensor, k: Tensor, v: Tensor, rows: Rows, bounds: Bounds, score: Score, dq: Tensor, is_all: bool
+) -> None:
+    """Launch the row-parallel kernel, which adds to dq or, where is_all, writes it."""
+    B, Sq, Hq, D = q.shape
+    Sk, Hk, Dv = v.shape[1:]
+    block_d, block_dv = padded(D), padded(Dv)
+    block_k = queries_keys(block_d, block_dv)
+    q_blocks = -(-Sq // (2 * ROWS))
+    group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
+    lo, hi = bounds.to(q.device)
+    queries = described(q, ROWS, block_d)
+    with torch.cuda.device(q.device):
+        queries_backward_kernel[(q_blocks * B * Hq,)](
+            queries, described(k, block_k, block_d), described(v, block_k, block_dv), described(rows.dout, ROWS, block_dv),
+            described(dq, ROWS, block_d, is_written=True) if is_all else queries,
+            dq, _heads_first(rows.lse), _heads_first(rows.delta), lo, hi, dq.stride(0), batch_stride(lo),
+            B, Hq, Hk, Sq, Sk, group, D, score.factor,
+            BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, VALUE_STAGES=value_stages(block_d, block_dv),
+            SHAPE=bounds.shape, STORE=is_all, num_warps=4, maxnreg=168,
+        )  # fmt: skip
 
 
 def described(x: Tensor, rows: int, columns: int, *, is_written: bool = False) -> Any:
@@ -186,12 +224,19 @@ def described(x: Tensor, rows: int, columns: int, *, is_written: bool = False) -
 def _described_rows(x: Tensor, rows: int) -> Any:
     """A descriptor of row statistics [B, S, H], in memory [B, H, S], seen as [B x H, S]; for tiles of `rows`."""
     B, S, H = x.shape
-    heads_first = x.transpose(1, 2)
+    heads_first = _heads_first(x)
     if S % 4:  # the copy engine wants rows of whole 16 bytes
         heads_first = F.pad(heads_first, (0, 4 - S % 4))
     return TensorDescriptor(
         heads_first, [B * H, S], [heads_first.shape[2], 1], [1, rows], gl.NVMMASharedLayout(0, 32, rank=2)
     )
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Row statistics [B, S, H] as they lie in memory, [B, H, S]."""
+    heads_first = x.transpose(1, 2)
+    assert heads_first.is_contiguous(), "row statistics lie as row_statistic() makes them"
+    return heads_first
 
 
 @lru_cache

@@ -70,3 +70,16 @@ def backward_rows(block: int) -> int:
     take twice the registers, which only small heads leave.
     """
     return 128 if block == 64 else 64
+
+
+def queries_keys(block_d: int, block_dv: int) -> int:
+    """Keys of a step of dq: 128 would take more registers than there are beside dq of 256 columns."""
+    return 128 if max(block_d, block_dv) <= 128 else 64
+
+
+def value_stages(block_d: int, block_dv: int) -> int:
+    """Blocks of values that the kernel of dq holds: one where q, dout and two blocks of keys leave no room for two.
+
+    Values are done with after dP, so they wait for less than keys, which dq needs as well.
+    """
+    return 1 if block_d == block_dv == 256 else 2
