@@ -188,6 +188,21 @@ def hide(p, ends, c: gl.constexpr, count, row, L: gl.constexpr):
 
 
 @gluon.jit
+def _hide_step(p, shared, c: gl.constexpr, row, ROWS: gl.constexpr):
+    """hide, 64 rows at a time: the counting numbers of 128 would take 32 registers."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    if ROWS == 64:
+        p = hide(p, shared.ends, c, shared.count, row, L)
+    else:
+        LP: gl.constexpr = p.type.layout
+        first, second = gl.split(p.reshape([KEYS, 2, 64]).permute((0, 2, 1)))
+        first = hide(gl.convert_layout(first, L, assert_trivial=True), shared.ends, c, shared.count, row, L)
+        second = hide(gl.convert_layout(second, L, assert_trivial=True), shared.ends, c, shared.count, row + 64, L)
+        p = gl.convert_layout(gl.join(first, second).permute((0, 2, 1)).reshape([KEYS, ROWS]), LP, assert_trivial=True)
+    return p
+
+
+@gluon.jit
 def score_gradient(p, dp, delta, scale):
     """scale * p * (dp - delta), of delta times scale: with the scale inside, dq and dk need none."""
     return p * (dp * scale - delta[None, :])
@@ -254,8 +269,8 @@ def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.con
 
 
 @gluon.jit
-def _clear_ends(tile, block, begin, seen_from, seen_until, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """Zeros in rows before the first and after the last that sees a key of the tile; both warpgroups write the same."""
+def clear_ends(tile, block, begin, seen_from, seen_until, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
+    """Zeros in rows before the first and after the last that sees a key of the tile; who shares a tile writes the same."""
     first = seen_from - begin - block * ROWS
     until = seen_until - begin - block * ROWS
     if (first > 0) | (until < ROWS):
@@ -316,7 +331,7 @@ def _visit_rows(
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         if SHAPE == "rows":
-            _clear_ends(q, 0, begin, seen_from, seen_until, BLOCK_D, ROWS)
+            clear_ends(q, 0, begin, seen_from, seen_until, BLOCK_D, ROWS)
     k = shared.k.index(c).reshape([KEYS, BLOCK_D])
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = _statistic(shared.lse, 0, LOG2_E, ROWS, LS)
@@ -332,13 +347,13 @@ def _visit_rows(
         v = shared.v.index(unknown + c).reshape([KEYS, BLOCK_DV])
         mbarrier.wait(shared.dout_full.index(stage), (n // STAGES) & 1)
         if SHAPE == "rows":
-            _clear_ends(dout, block, begin, seen_from, seen_until, BLOCK_DV, ROWS)
+            clear_ends(dout, block, begin, seen_from, seen_until, BLOCK_DV, ROWS)
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         if IS_TIGHT:
             lse = _statistic(shared.lse, stage, LOG2_E, ROWS, LS)
         p = exp2(s * scale_log2 - lse[None, :])
         if (block < n_left) | (block >= n_full):
-            p = hide(p, shared.ends, c, shared.count, begin + block * ROWS, LS)
+            p = _hide_step(p, shared, c, begin + block * ROWS, ROWS)
         p_t = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, LV, 2))
         if IS_TIGHT:
             dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
@@ -373,7 +388,7 @@ def _visit_rows(
         if n + 1 < steps:
             mbarrier.wait(shared.q_full.index(next_stage), ((n + 1) // STAGES) & 1)
             if SHAPE == "rows":
-                _clear_ends(next_q, block, begin, seen_from, seen_until, BLOCK_D, ROWS)
+                clear_ends(next_q, block, begin, seen_from, seen_until, BLOCK_D, ROWS)
         dv, dk = warpgroup_mma_wait(num_outstanding=2 if WITH_DQ else 0, deps=[dv, dk])
         signal(STAGE_FREE + stage, 2 * 128 + 32)
         k = shared.k.index(unknown + c).reshape([KEYS, BLOCK_D])
@@ -426,7 +441,8 @@ def _differentiate(
         # dk and dv leave through memory that only this warpgroup has used, and no longer does.
         dtype: gl.constexpr = shared.q.dtype
         if WITH_DQ:
-            dk_tile = shared.dq.index(c)._reinterpret(dtype, [1, 1, KEYS, BLOCK_D], dk_desc.layout)
+            TILES: gl.constexpr = DQ_ROWS * dq_columns(ROWS, BLOCK_D) * 4 // (KEYS * BLOCK_D * 2)
+            dk_tile = shared.dq.index(c)._reinterpret(dtype, [TILES, 1, 1, KEYS, BLOCK_D], dk_desc.layout).index(0)
         else:
             dk_tile = shared.k.index(c)
         dk_tile.reshape([KEYS, BLOCK_D]).store(dk.to(dtype))
@@ -490,7 +506,7 @@ def backward_kernel(
         ds_tiles,
         dq_tiles,
         gl.allocate_shared_memory(gl.int32, [4, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -500,7 +516,7 @@ def backward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(shared.q_full.index(i), count=1)
         mbarrier.init(shared.dout_full.index(i), count=1)
-    shared.count.store(gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    shared.count.store(gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0])))
     fence_async_shared()
     gl.warp_specialize(
         [

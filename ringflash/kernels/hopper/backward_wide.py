@@ -8,7 +8,7 @@ dK of a step come before S and dP of the next, so that rows arrive meanwhile: th
 dq is left to backward_queries.py. Added from here, 64 KB for every 64 KB that a step reads, it was bound by L2.
 """
 
-from ringflash.kernels.hopper.backward import add_sums, hide, place, visited, write_ends
+from ringflash.kernels.hopper.backward import add_sums, clear_ends, hide, place, visited, write_ends
 from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, signal
 from ringflash.kernels.hopper.gluon import (
     aggregate,
@@ -122,7 +122,7 @@ def _issue_scores(
 
 
 @gluon.jit
-def _share_scores(c: gl.constexpr, shared, x, n, stage, row, hides, scale, LS: gl.constexpr):
+def _share_scores(c: gl.constexpr, shared, x, n, stage, row, hides, scale, SHAPE: gl.constexpr, LS: gl.constexpr):
     """From S the probabilities, from them and dP the gradients of the scores; rounded, for the other in shared memory."""
     buffer = n & 1
     dtype: gl.constexpr = shared.q.dtype
@@ -140,7 +140,10 @@ def _share_scores(c: gl.constexpr, shared, x, n, stage, row, hides, scale, LS: g
         dp = x * scale - delta[None, :]
         meet(P_WRITTEN, 256)
         p = shared.p.index(buffer).load(LS).to(gl.float32)
-        own = (p * dp).to(dtype)
+        ds = p * dp
+        if SHAPE == "rows":
+            ds = gl.where(p == 0.0, 0.0, ds)  # rows that see nothing may hold anything, and 0 * NaN is NaN
+        own = ds.to(dtype)
         shared.ds.index(buffer).store(own)
         fence_async_shared()
     return own
@@ -169,6 +172,9 @@ def _differentiate(
     dk = gl.full([KEYS, HALF], 0.0, gl.float32, layout=LK)
     dv = gl.full([KEYS, HALF_V], 0.0, gl.float32, layout=LV)
     steps = n_all * group
+    if SHAPE == "rows":
+        rows_from = gl.load(lo_ptr + key)
+        rows_until = gl.load(hi_ptr + gl.minimum(key + KEYS, Sk) - 1)
     mbarrier.wait(shared.kv_full.index(0), 0)
     mbarrier.wait(shared.kv_full.index(1), 0)
     if SHAPE == "rows":
@@ -182,7 +188,7 @@ def _differentiate(
     if steps > 0:
         x = _issue_scores(c, shared, 0, 0, BLOCK_D, BLOCK_DV, LS, True)
         x = warpgroup_mma_wait(num_outstanding=0, deps=[x])
-        own = _share_scores(c, shared, x, 0, 0, begin, (0 < n_left) | (0 >= n_full), scale, LS)
+        own = _share_scores(c, shared, x, 0, 0, begin, (0 < n_left) | (0 >= n_full), scale, SHAPE, LS)
         meet(DS_WRITTEN, 256)
     block = 0
     for n in range(steps):
@@ -192,6 +198,10 @@ def _differentiate(
         mbarrier.wait(shared.q_full.index(stage), (n // STAGES) & 1)
         dout = shared.dout.index(stage).reshape([ROWS, BLOCK_DV]).slice(c * HALF_V, HALF_V, dim=1)
         q = shared.q.index(stage).reshape([ROWS, BLOCK_D]).slice(c * HALF, HALF, dim=1)
+        if SHAPE == "rows":
+            # S and dP of these rows are formed, in both warpgroups, and what they have of NaN is hidden.
+            clear_ends(dout, block, begin, rows_from, rows_until, HALF_V, ROWS)
+            clear_ends(q, block, begin, rows_from, rows_until, HALF, ROWS)
         if c == 0:
             dv = warpgroup_mma(gl.convert_layout(own, gl.DotOperandLayout(0, LV, 2)), dout, dv, is_async=True)
             dk = warpgroup_mma(shared.ds.index(n & 1), q, dk, is_async=True)
@@ -210,7 +220,7 @@ def _differentiate(
         x = warpgroup_mma_wait(num_outstanding=0, deps=[x])
         if n + 1 < steps:
             hides = (block < n_left) | (block >= n_full)
-            own = _share_scores(c, shared, x, n + 1, next_stage, begin + block * ROWS, hides, scale, LS)
+            own = _share_scores(c, shared, x, n + 1, next_stage, begin + block * ROWS, hides, scale, SHAPE, LS)
         meet(DS_WRITTEN, 256)
     if STORE:
         # All products are done in both warpgroups, so dk and dv leave through the memory of k and v.
