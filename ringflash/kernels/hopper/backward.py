@@ -23,6 +23,7 @@ from ringflash.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ringflash.kernels.hopper.sums import add_sums, store_sums
 
 # Named barriers; pairs are those of a stage or of a warpgroup.
 STAGE_FREE = gl.constexpr(5)  # 5 to 7: q and dout of a step
@@ -37,6 +38,12 @@ DQ_ROWS = gl.constexpr(64)  # of a tile of dq
 def dq_columns(rows, block_d):
     """Columns of a warpgroup's tile of dq, which has 64 rows: all of half of the rows, or half of those of all."""
     return block_d if rows == 2 * DQ_ROWS.value else block_d // 2
+
+
+@gluon.constexpr_function
+def sum_columns(rows, block_d, with_dq):
+    """Columns of dk and dv that are added at a time: what goes through the tile of dq or else, in fp32, of k."""
+    return dq_columns(rows, block_d) if with_dq else block_d // 2
 
 
 @aggregate
@@ -208,35 +215,11 @@ def score_gradient(p, dp, delta, scale):
     return p * (dp * scale - delta[None, :])
 
 
-@gluon.constexpr_function
-def _dq_layout(columns):
-    """Where the copy engine expects a tile [64, columns] of fp32, for numbers whose column is xored with 16 in odd rows.
-
-    It expects blocks of 32 columns, rows of 128 bytes, and the chunks of 16 bytes in a row xored with the row. Registers
-    hold 8 columns of a row in four lanes, so that a store by row and column meets two rows in each bank; odd rows that
-    are 16 columns ahead of the even ones do not.
-    """
-    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
-    return gl.SharedLinearLayout(bases + ([[0, 32]] if columns == 64 else []), alignment=1024)
-
-
-@gluon.jit
-def _store_dq(tile, dq, COLUMNS: gl.constexpr):
-    """dq [DQ_ROWS, COLUMNS] into the tile that the copy engine adds from; see _dq_layout."""
-    L: gl.constexpr = dq.type.layout
-    left, right = gl.split(dq.reshape([DQ_ROWS, COLUMNS // 32, 2, 16]).permute((0, 1, 3, 2)))
-    row = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left.type.layout)))
-    is_odd = (row % 2 == 1)[:, None, None]
-    dq = gl.join(gl.where(is_odd, right, left), gl.where(is_odd, left, right))
-    dq = gl.convert_layout(dq.permute((0, 1, 3, 2)).reshape([DQ_ROWS, COLUMNS]), L, assert_trivial=True)
-    tile._reinterpret(gl.float32, [DQ_ROWS, COLUMNS], _dq_layout(COLUMNS)).store(dq)
-
-
 @gluon.jit
 def _hand_over_dq(shared, dq, c: gl.constexpr, n, COLUMNS: gl.constexpr):
     if n > 0:
         meet(DQ_FREE + c, 128 + 32)
-    _store_dq(shared.dq.index(c), dq, COLUMNS)
+    store_sums(shared.dq.index(c), dq, COLUMNS)
     fence_async_shared()
     signal(DQ_FULL + c, 128 + 32)
 
@@ -404,8 +387,8 @@ def _visit_rows(
 
 @gluon.jit
 def _differentiate(
-    c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-    B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    c: gl.constexpr, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+    B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: keys c * KEYS ... of the program's tile."""
@@ -437,8 +420,8 @@ def _differentiate(
     )  # fmt: skip
     if WITH_DQ and n_all > 0:
         meet(DQ_FREE + c, 128 + 32)  # the last tile of dq has left shared memory
+    # dk and dv leave through memory that only this warpgroup has used, and no longer does.
     if STORE:
-        # dk and dv leave through memory that only this warpgroup has used, and no longer does.
         dtype: gl.constexpr = shared.q.dtype
         if WITH_DQ:
             TILES: gl.constexpr = DQ_ROWS * dq_columns(ROWS, BLOCK_D) * 4 // (KEYS * BLOCK_D * 2)
@@ -451,36 +434,22 @@ def _differentiate(
         fence_async_shared()
         tma_store(dk_desc, [b, hk, key, 0], dk_tile)
         tma_store(dv_desc, [b, hk, key, 0], dv_tile)
-        tma_store_wait(0)
     else:
-        # Nobody else adds to these keys, so one atomic addition each is as good as load and store, and waits for nothing.
-        add_sums(dk_ptr + b.to(gl.int64) * stride_dkb, dk, key, 0, hk, Hk, Sk, HEAD_DIM, KEYS, BLOCK_D)
-        add_sums(dv_ptr + b.to(gl.int64) * stride_dvb, dv, key, 0, hk, Hk, Sk, VALUE_DIM, KEYS, BLOCK_DV)
+        PIECE: gl.constexpr = sum_columns(ROWS, BLOCK_D, WITH_DQ)
+        memory = shared.dq.index(c) if WITH_DQ else shared.k.index(c)
+        add_sums(dk_desc, memory, dk, b, hk, key, 0, BLOCK_D, PIECE)
+        add_sums(dv_desc, memory, dv, b, hk, key, 0, BLOCK_DV, PIECE)
+    tma_store_wait(0)
 
 
-@gluon.jit
-def add_sums(ptr, x, key, column, hk, Hk, Sk, DIM, KEYS_OF_TILE: gl.constexpr, COLUMNS: gl.constexpr):
-    """Add x [KEYS_OF_TILE, COLUMNS] to rows key ..., columns column ... of [Sk, Hk, DIM] at ptr; DIM a multiple of 8."""
-    DIM = DIM // 8 * 8  # which tells the compiler that two columns may go in one addition
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    keys = key + gl.arange(0, KEYS_OF_TILE, layout=gl.SliceLayout(1, L))
-    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
-    offsets = ((keys.to(gl.int64) * Hk + hk) * DIM)[:, None] + columns[None, :]
-    gl.atomic_add(ptr + offsets, x, mask=(keys < Sk)[:, None] & (columns < DIM)[None, :], sem="relaxed")
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "stride_dkb", "stride_dvb", "stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "HEAD_DIM", "VALUE_DIM",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
-    stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, lo_ptr, hi_ptr,
+    stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """Add to dq [B, Sq, Hq, HEAD_DIM] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
+    """Add to dq [B, Sq, Hq, ...] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
 
     Without WITH_DQ another kernel forms dq, and the warpgroups need nothing of one another.
 
@@ -521,13 +490,13 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (
-                0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
+                0, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
                 STORE,
             )),
             (_differentiate, (
-                1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
+                1, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
                 STORE,
             )),
             (_load, (

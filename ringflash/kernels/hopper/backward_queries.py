@@ -8,7 +8,6 @@ next and its dP follow one another through the tensor cores, from the last block
 Source: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 """
 
-from ringflash.kernels.hopper.backward import add_sums
 from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, signal
 from ringflash.kernels.hopper.forward import place, visited
 from ringflash.kernels.hopper.forward_visit import KEYS_FREE, ROWS, STAGES, VALUES_FREE
@@ -25,8 +24,15 @@ from ringflash.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ringflash.kernels.hopper.sums import add_sums
 
 TILE = gl.constexpr(2 * 64)  # queries of a program
+
+
+@gluon.constexpr_function
+def sum_columns(block_d):
+    """Columns of dq that are added at a time, in fp32, through the memory of q: its half, and no more than 64."""
+    return min(64, block_d // 2)
 
 
 @aggregate
@@ -198,8 +204,8 @@ def _visit_keys(
 
 @gluon.jit
 def _differentiate(
-    c: gl.constexpr, shared, dq_desc, dq_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_dqb, stride_bounds,
-    B, Hq, Sq, Sk, GROUP, HEAD_DIM, scale, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    c: gl.constexpr, shared, dq_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_bounds,
+    B, Hq, Sq, Sk, GROUP, scale, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     VALUE_STAGES: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: queries c * ROWS ... of the program's tile."""
@@ -236,26 +242,25 @@ def _differentiate(
             c, shared, n_left, n_full, n_all, keys - (n_all - 1) * BLOCK_K, lse, delta, lo, hi, scale,
             BLOCK_K, BLOCK_D, BLOCK_DV, VALUE_STAGES, SHAPE, LS, LQ,
         )  # fmt: skip
+    # Through the memory of this warpgroup's queries: its own products alone have read it, and are done.
+    dq_tile = shared.q.index(c)
     if STORE:
-        # Through the memory of this warpgroup's queries: its own products alone have read it, and are done.
-        dq_tile = shared.q.index(c)
         dq_tile.reshape([ROWS, BLOCK_D]).store(dq.to(dq_tile.dtype))
         fence_async_shared()
         tma_store(dq_desc, [b, h, row, 0], dq_tile)
-        tma_store_wait(0)
     else:
-        # Nobody else adds to these rows, so one atomic addition each is as good as load and store, and waits for nothing.
         if n_all > 0:
-            add_sums(dq_ptr + b.to(gl.int64) * stride_dqb, dq, row, 0, h, Hq, Sq, HEAD_DIM, ROWS, BLOCK_D)
+            add_sums(dq_desc, dq_tile, dq, b, h, row, 0, BLOCK_D, sum_columns(BLOCK_D))
+    tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_dqb", "stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "HEAD_DIM"])
+@gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP"])
 def queries_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, dq_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_dqb, stride_bounds,
-    B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, scale, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_bounds,
+    B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     VALUE_STAGES: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """Add to dq [B, Sq, Hq, HEAD_DIM] fp32 or, if STORE, write it in q's type.
+    """Add to dq [B, Sq, Hq, ...] fp32 or, if STORE, write it in q's type.
 
     Descriptors are of [B, heads, tokens, dim]; lse, delta fp32, in memory [B, Hq, Sq]. lo, hi int32 [1 or B, Sq]: the keys
     that each query sees; read where SHAPE is "rows", else they follow from "full" or "causal". scale > 0.
@@ -283,12 +288,12 @@ def queries_backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (
-                0, shared, dq_desc, dq_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_dqb, stride_bounds,
-                B, Hq, Sq, Sk, GROUP, HEAD_DIM, scale, BLOCK_K, BLOCK_D, BLOCK_DV, VALUE_STAGES, SHAPE, STORE,
+                0, shared, dq_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_bounds,
+                B, Hq, Sq, Sk, GROUP, scale, BLOCK_K, BLOCK_D, BLOCK_DV, VALUE_STAGES, SHAPE, STORE,
             )),
             (_differentiate, (
-                1, shared, dq_desc, dq_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_dqb, stride_bounds,
-                B, Hq, Sq, Sk, GROUP, HEAD_DIM, scale, BLOCK_K, BLOCK_D, BLOCK_DV, VALUE_STAGES, SHAPE, STORE,
+                1, shared, dq_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, stride_bounds,
+                B, Hq, Sq, Sk, GROUP, scale, BLOCK_K, BLOCK_D, BLOCK_DV, VALUE_STAGES, SHAPE, STORE,
             )),
             (_load, (
                 shared, q_desc, k_desc, v_desc, dout_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,

@@ -8,7 +8,7 @@ dK of a step come before S and dP of the next, so that rows arrive meanwhile: th
 dq is left to backward_queries.py. Added from here, 64 KB for every 64 KB that a step reads, it was bound by L2.
 """
 
-from ringflash.kernels.hopper.backward import add_sums, clear_ends, hide, place, visited, write_ends
+from ringflash.kernels.hopper.backward import clear_ends, hide, place, visited, write_ends
 from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, signal
 from ringflash.kernels.hopper.gluon import (
     aggregate,
@@ -23,6 +23,7 @@ from ringflash.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ringflash.kernels.hopper.sums import add_sums
 
 # Named barriers; pairs are those of a stage.
 QUERIES_FREE = gl.constexpr(6)
@@ -32,6 +33,7 @@ DS_WRITTEN = gl.constexpr(11)
 KEYS = gl.constexpr(64)  # of a program
 ROWS = gl.constexpr(64)  # of a step
 STAGES = gl.constexpr(2)
+SUM_COLUMNS = gl.constexpr(64)  # of dk and dv that are added at a time
 
 
 @aggregate
@@ -151,8 +153,8 @@ def _share_scores(c: gl.constexpr, shared, x, n, stage, row, hides, scale, SHAPE
 
 @gluon.jit
 def _differentiate(
-    c: gl.constexpr, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-    B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    c: gl.constexpr, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+    B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: columns c * HALF ... of dk and dv."""
@@ -222,10 +224,10 @@ def _differentiate(
             hides = (block < n_left) | (block >= n_full)
             own = _share_scores(c, shared, x, n + 1, next_stage, begin + block * ROWS, hides, scale, SHAPE, LS)
         meet(DS_WRITTEN, 256)
+    # All products are done in both warpgroups, so dk and dv leave through the memory of k and v.
+    if steps == 0:
+        meet(DS_WRITTEN, 256)
     if STORE:
-        # All products are done in both warpgroups, so dk and dv leave through the memory of k and v.
-        if steps == 0:
-            meet(DS_WRITTEN, 256)
         dtype: gl.constexpr = shared.q.dtype
         shared.k.reshape([KEYS, BLOCK_D]).slice(c * HALF, HALF, dim=1).store(dk.to(dtype))
         shared.v.reshape([KEYS, BLOCK_DV]).slice(c * HALF_V, HALF_V, dim=1).store(dv.to(dtype))
@@ -235,20 +237,17 @@ def _differentiate(
             tma_store(dk_desc, [b, hk, key, 0], shared.k)
         else:
             tma_store(dv_desc, [b, hk, key, 0], shared.v)
-        tma_store_wait(0)
     else:
-        add_sums(dk_ptr + b.to(gl.int64) * stride_dkb, dk, key, c * HALF, hk, Hk, Sk, HEAD_DIM, KEYS, HALF)
-        add_sums(dv_ptr + b.to(gl.int64) * stride_dvb, dv, key, c * HALF_V, hk, Hk, Sk, VALUE_DIM, KEYS, HALF_V)
+        memory = shared.k if c == 0 else shared.v
+        add_sums(dk_desc, memory, dk, b, hk, key, c * HALF, HALF, SUM_COLUMNS)
+        add_sums(dv_desc, memory, dv, b, hk, key, c * HALF_V, HALF_V, SUM_COLUMNS)
+    tma_store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "stride_dkb", "stride_dvb", "stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "HEAD_DIM", "VALUE_DIM",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP"])
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
-    stride_dkb, stride_dvb, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, lo_ptr, hi_ptr,
+    stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """As backward_kernel without dq, for BLOCK_D and BLOCK_DV of 128 or 256."""
@@ -281,12 +280,12 @@ def wide_backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (
-                0, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, SHAPE, STORE,
+                0, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D, BLOCK_DV, SHAPE, STORE,
             )),
             (_differentiate, (
-                1, shared, dk_desc, dv_desc, dk_ptr, dv_ptr, lo_ptr, hi_ptr, stride_dkb, stride_dvb, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, HEAD_DIM, VALUE_DIM, scale, BLOCK_D, BLOCK_DV, SHAPE, STORE,
+                1, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D, BLOCK_DV, SHAPE, STORE,
             )),
             (_load, (
                 shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds,

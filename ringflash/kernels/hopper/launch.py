@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Call, Rows
-from ringflash.kernels.hopper.backward import backward_kernel, dq_columns
+from ringflash.kernels.hopper.backward import backward_kernel, dq_columns, sum_columns
 from ringflash.kernels.hopper.backward_queries import queries_backward_kernel
-from ringflash.kernels.hopper.backward_wide import wide_backward_kernel
+from ringflash.kernels.hopper.backward_queries import sum_columns as queries_columns
+from ringflash.kernels.hopper.backward_wide import SUM_COLUMNS, wide_backward_kernel
 from ringflash.kernels.hopper.forward import forward_kernel
 from ringflash.kernels.hopper.gluon import VERSION, VERSIONS, TensorDescriptor, gl
 from ringflash.kernels.hopper.tuning import (
@@ -154,25 +155,23 @@ def _key_gradients(
         described(q, step, block_d), keys, values, described(rows.dout, step, block_dv),
         _described_rows(rows.lse, step), _described_rows(rows.delta, step),
     )  # fmt: skip
-    results = (
-        described(dk, ROWS, block_d, is_written=True) if is_all else keys,
-        described(dv, ROWS, block_dv, is_written=True) if is_all else values,
-    )
-    numbers = (
-        lo, hi, dk.stride(0), dv.stride(0), batch_stride(lo), B, Hq, Hk, Sq, Sk, group, D, Dv, score.factor,
-    )  # fmt: skip
+    if is_all:
+        results = described(dk, ROWS, block_d, is_written=True), described(dv, ROWS, block_dv, is_written=True)
+    else:
+        at_once = SUM_COLUMNS.value if is_wide else sum_columns(step, block_d, dq is not None)
+        results = described(dk, ROWS, at_once, is_written=True), described(dv, ROWS, at_once, is_written=True)
+    numbers = (lo, hi, batch_stride(lo), B, Hq, Hk, Sq, Sk, group, score.factor)
     constants = {
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SHAPE": bounds.shape, "STORE": is_all, "num_warps": 4, "maxnreg": 168,
     }  # fmt: skip
     with torch.cuda.device(q.device):
         if is_wide:
-            wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, dk, dv, *numbers, **constants)
+            wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, *numbers, **constants)
         else:
             sums = keys if dq is None else described(dq, ROWS, dq_columns(step, block_d), is_written=True)
             backward_kernel[(k_blocks * B * Hk,)](
-                *inputs, sums, *results, dk, dv, *numbers,
-                ROWS=step, STAGES=2, WITH_DQ=dq is not None, **constants,
-            )  # fmt: skip
+                *inputs, sums, *results, *numbers, ROWS=step, STAGES=2, WITH_DQ=dq is not None, **constants
+            )
 
 
 def _query_gradient(
@@ -186,13 +185,13 @@ def _query_gradient(
     q_blocks = -(-Sq // (2 * ROWS))
     group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
     lo, hi = bounds.to(q.device)
-    queries = described(q, ROWS, block_d)
     with torch.cuda.device(q.device):
         queries_backward_kernel[(q_blocks * B * Hq,)](
-            queries, described(k, block_k, block_d), described(v, block_k, block_dv), described(rows.dout, ROWS, block_dv),
-            described(dq, ROWS, block_d, is_written=True) if is_all else queries,
-            dq, _heads_first(rows.lse), _heads_first(rows.delta), lo, hi, dq.stride(0), batch_stride(lo),
-            B, Hq, Hk, Sq, Sk, group, D, score.factor,
+            described(q, ROWS, block_d), described(k, block_k, block_d), described(v, block_k, block_dv),
+            described(rows.dout, ROWS, block_dv),
+            described(dq, ROWS, block_d if is_all else queries_columns(block_d), is_written=True),
+            _heads_first(rows.lse), _heads_first(rows.delta), lo, hi, batch_stride(lo),
+            B, Hq, Hk, Sq, Sk, group, score.factor,
             BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, VALUE_STAGES=value_stages(block_d, block_dv),
             SHAPE=bounds.shape, STORE=is_all, num_warps=4, maxnreg=168,
         )  # fmt: skip
