@@ -34,7 +34,8 @@ from ringflash.kernels.score import Score
 from ringflash.schedule.tiles import Bounds, Shape
 from ringflash.testing.machine_code import Loop, Usage, disassembly, product_loops, resources
 
-TOKENS, QUERY_HEADS, KEY_HEADS = 256, 2, 1  # any would do: kernels are not compiled for sizes
+TOKENS, QUERY_HEADS, KEY_HEADS = 256, 2, 1  # what is short; other sizes compile alike, but for forward_warpgroups
+LONG = 16384
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -52,12 +53,13 @@ class Variant:
     is_into: bool = False
     is_whole: bool = False  # forward: the last keys; backward: all keys
     dtype: torch.dtype = torch.bfloat16
+    tokens: int = TOKENS
 
     @property
     def name(self) -> str:
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}/{self.value_dim}"
         if self.direction == "forward":
-            words = [("into", self.is_into), ("rounded", self.is_whole)]
+            words = [("long", self.tokens == LONG), ("into", self.is_into), ("rounded", self.is_whole)]
         else:
             words = [("stored", self.is_whole)]
         modes = [word for word, is_so in words if is_so]
@@ -117,6 +119,7 @@ def variants(direction: str) -> Iterator[Variant]:
     if direction == "forward":
         for dims, shape, is_into, is_whole in FORWARD:
             yield Variant("forward", *dims, shape, is_into, is_whole)
+        yield Variant("forward", 64, 64, "causal", is_into=True, tokens=LONG)
         yield Variant("forward", 128, 128, "rows", is_whole=True, dtype=torch.float16)  # compiles like bf16
     else:
         for dims, shape, is_whole in BACKWARD:
@@ -207,31 +210,32 @@ def _forward(variant: Variant) -> None:
     q, k, v = _inputs(variant)
     into = Partial.unset(q, variant.value_dim) if variant.is_into else None
     score = Score().resolve(variant.head_dim)
-    launch.Hopper().forward(q, k, v, _bounds(variant.shape), score, into, variant.is_whole)
+    launch.Hopper().forward(q, k, v, _bounds(variant), score, into, variant.is_whole)
 
 
 def _backward(variant: Variant) -> None:
     q, k, v = _inputs(variant)
-    dout = q.new_empty(1, TOKENS, QUERY_HEADS, variant.value_dim)
+    dout = q.new_empty(1, variant.tokens, QUERY_HEADS, variant.value_dim)
     statistic = row_statistic(q, torch.float32)
     dq, dk, dv = (torch.empty_like(x, dtype=None if variant.is_whole else torch.float32) for x in (q, k, v))
     launch.Hopper().backward(
-        q, k, v, Rows(dout, dout, statistic, statistic, False), _bounds(variant.shape),
+        q, k, v, Rows(dout, dout, statistic, statistic, False), _bounds(variant),
         Score().resolve(variant.head_dim), dq, dk, dv, deterministic=variant.direction != "backward",
         is_all=variant.is_whole,
     )  # fmt: skip
 
 
 def _inputs(variant: Variant) -> tuple[Tensor, Tensor, Tensor]:
-    q = torch.empty(1, TOKENS, QUERY_HEADS, variant.head_dim, dtype=variant.dtype)
-    k = q.new_empty(1, TOKENS, KEY_HEADS, variant.head_dim)
-    return q, k, q.new_empty(1, TOKENS, KEY_HEADS, variant.value_dim)
+    q = torch.empty(1, variant.tokens, QUERY_HEADS, variant.head_dim, dtype=variant.dtype)
+    k = q.new_empty(1, variant.tokens, KEY_HEADS, variant.head_dim)
+    return q, k, q.new_empty(1, variant.tokens, KEY_HEADS, variant.value_dim)
 
 
-def _bounds(shape: Shape) -> Bounds:
-    ends = torch.zeros(1, TOKENS, dtype=torch.int32)
-    positions = torch.arange(TOKENS)
-    return Bounds(TOKENS, TOKENS, lambda device: (ends, ends), lambda: (positions, positions), shape=shape)
+def _bounds(variant: Variant) -> Bounds:
+    tokens = variant.tokens
+    ends = torch.zeros(1, tokens, dtype=torch.int32)
+    positions = torch.arange(tokens)
+    return Bounds(tokens, tokens, lambda device: (ends, ends), lambda: (positions, positions), shape=variant.shape)
 
 
 def line_of(variant: Variant) -> dict[str, Any]:

@@ -123,15 +123,15 @@ def _load(
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
     hk = head - b * Hk
-    begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
-    )
     mbarrier.expect(shared.kv_full.index(0), 2 * KEYS * BLOCK_D * SIZE)
     mbarrier.expect(shared.kv_full.index(1), 2 * KEYS * BLOCK_DV * SIZE)
     for c in gl.static_range(2):
         tma_load(k_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(0), shared.k.index(c))
     for c in gl.static_range(2):
         tma_load(v_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(1), shared.v.index(c))
+    begin, n_left, n_full, n_all = visited(
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
+    )
     group = Hq // Hk
     n = 0
     for g in range(group):

@@ -71,13 +71,13 @@ def _load(
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, KEYS)
     b = head // Hk
     hk = head - b * Hk
-    begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, KEYS, ROWS, SHAPE
-    )
     mbarrier.expect(shared.kv_full.index(0), KEYS * BLOCK_D * SIZE)
     tma_load(k_desc, [b, hk, key, 0], shared.kv_full.index(0), shared.k)
     mbarrier.expect(shared.kv_full.index(1), KEYS * BLOCK_DV * SIZE)
     tma_load(v_desc, [b, hk, key, 0], shared.kv_full.index(1), shared.v)
+    begin, n_left, n_full, n_all = visited(
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, KEYS, ROWS, SHAPE
+    )
     group = Hq // Hk
     n = 0
     for g in range(group):

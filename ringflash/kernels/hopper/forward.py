@@ -1,7 +1,7 @@
-"""Forward kernel: two warpgroups attend with 64 queries each, one warp brings queries, keys and values.
+"""Forward kernel: two or three warpgroups attend with 64 queries each, one warp brings queries, keys and values.
 
-A program takes tiles of 128 queries of one head until none is left. The load warp looks up which keys a tile sees and
-says so in shared memory; then both warpgroups visit the same key blocks, from the last to the first. In a warpgroup the
+A program takes tiles of 128 or 192 queries of one head until none is left. The load warp looks up which keys a tile sees
+and says so in shared memory; then all warpgroups visit the same key blocks, from the last to the first. In a warpgroup the
 product Q K^T of one block runs together with P V of the block before, and the softmax of one hides under the other.
 
 Source: Shah et al., arXiv:2407.08608.
@@ -16,8 +16,7 @@ from ringflash.kernels.hopper.forward_visit import (
     STAGES,
     TURN,
     VALUES_FREE,
-    visit_alone,
-    visit_overlapped,
+    visit_keys,
 )
 from ringflash.kernels.hopper.gluon import (
     aggregate,
@@ -102,7 +101,7 @@ def visited(lo_ptr, hi_ptr, row, Sq, Sk, TILE: gl.constexpr, BLOCK_K: gl.constex
 
 @gluon.jit
 def _publish(shared, turn, head, row, begin, n_left, n_full, n_all, keys):
-    """Say what the next tile is, once both warpgroups have read what the tile before was."""
+    """Say what the next tile is, once all warpgroups have read what the tile before was."""
     mbarrier.wait(shared.facts_free, (turn & 1) ^ 1)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, layout=L)
@@ -284,7 +283,7 @@ def _attend(
     c: gl.constexpr, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
     VALUE_DIM, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr,
     INTO: gl.constexpr, ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    OVERLAPS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: rows c * ROWS ... of every tile that the load warp announces."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -320,16 +319,10 @@ def _attend(
         q = shared.q.index(c).reshape([ROWS, BLOCK_D])
         mbarrier.wait(shared.q_full.index(c), turn & 1)
         acc = gl.full([ROWS, BLOCK_DV], 0.0, gl.float32, layout=LO)
-        if OVERLAPS:
-            acc, row_max, row_sum, n = visit_overlapped(
-                c, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
-                BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and WAY == "own", TAKE_TURNS, WARPGROUPS, LS, LO,
-            )  # fmt: skip
-        else:
-            acc, row_max, row_sum, n = visit_alone(
-                c, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
-                BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and WAY == "own", WARPGROUPS, LS, LO,
-            )  # fmt: skip
+        acc, row_max, row_sum, n = visit_keys(
+            c, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
+            BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and WAY == "own", TAKE_TURNS, WARPGROUPS, LS, LO,
+        )  # fmt: skip
         if WAY != "queries":
             signal(QUERIES_FREE + c, 128 + 32)
         _finish(
@@ -349,7 +342,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, before_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
     stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, scale,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, INTO: gl.constexpr,
-    ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr, OVERLAPS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, Hq, VALUE_DIM], and lse fp32, in memory [B, Hq, Sq]; if INTO, merged with before, fp32, and with lse.
 
@@ -358,8 +351,7 @@ def forward_kernel(
     ROUNDED: out is stored in q's type; else in fp32.
     WAY of a tile of out: through memory of its "own", by which comes what it is merged with too; for want of it, rounded,
         through that of the "queries"; or "direct" from and to registers.
-    OVERLAPS: scores of one block run beside P V of another. TAKE_TURNS: one warpgroup's products start when the other's
-        have.
+    TAKE_TURNS: one warpgroup's products start when the other's have.
     """
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -397,11 +389,11 @@ def forward_kernel(
             [
                 (_attend, (
                     0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, WARPGROUPS,
                 )),
                 (_attend, (
                     1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, WARPGROUPS,
                 )),
                 (_load, (
                     shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq,
@@ -416,15 +408,15 @@ def forward_kernel(
             [
                 (_attend, (
                     0, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, WARPGROUPS,
                 )),
                 (_attend, (
                     1, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, WARPGROUPS,
                 )),
                 (_attend, (
                     2, shared, out_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, stride_bounds, Hq, Sq, Sk, scale,
-                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, OVERLAPS, WARPGROUPS,
+                    VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, WARPGROUPS,
                 )),
                 (_load, (
                     shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, stride_bounds, B, Hq, Hk, Sq,

@@ -30,6 +30,9 @@ def _step(
 ):  # fmt: skip
     """Scores of block n together with P V of the block before, whose p [ROWS, BLOCK_K] is given in fp32."""
     weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
+    if WARPGROUPS == 3:
+        # Rounded here, and not where they are needed, which is after S has taken 64 registers: three warpgroups have 160.
+        weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], shared.v.dtype, is_pure=False, pack=2)
     stage = n % STAGES
     before = (n - 1) % STAGES
     mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
@@ -63,44 +66,7 @@ def _step(
 
 
 @gluon.jit
-def _step_alone(
-    shared, q, acc, row_max, row_sum, n, lo, hi, scale_log2,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
-):  # fmt: skip
-    """Scores, softmax and P V of block n, one after the other: the other warpgroups fill the gaps. It takes the registers
-    of one warpgroup of three, and small heads need three to keep the exponentials busy.
-    """
-    stage = n % STAGES
-    mbarrier.wait(shared.k_full.index(stage), (n // STAGES) & 1)
-    zero = gl.full([ROWS, BLOCK_K], 0.0, gl.float32, layout=LS)
-    k_t = shared.k.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0))
-    s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-    signal(KEYS_FREE + stage, WARPGROUPS * 128 + 32)
-    if MASKED:
-        # Rounded before the maximum is taken off: of scores in the millions, what a fused multiply-add keeps is not small.
-        s = _hide(s * scale_log2, lo, hi, BLOCK_K, LEFT, LS)
-        new_max = gl.maximum(row_max, gl.max(s, axis=1))
-        pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
-        p = exp2(s - pivot[:, None])
-    else:
-        new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
-        pivot = new_max
-        p = exp2(s * scale_log2 - pivot[:, None])
-    shrink = exp2(row_max - pivot)
-    row_sum = row_sum * shrink + gl.sum(p, axis=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, LO))[:, None]
-    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
-    mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
-    acc = warpgroup_mma(weights, shared.v.index(stage).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    signal(VALUES_FREE + stage, WARPGROUPS * 128 + 32)
-    return acc, new_max, row_sum
-
-
-@gluon.jit
-def visit_overlapped(
+def visit_keys(
     c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, FREES_OUT: gl.constexpr,
     TAKE_TURNS: gl.constexpr, WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
@@ -159,55 +125,4 @@ def visit_overlapped(
     acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     signal(VALUES_FREE + before, WARPGROUPS * 128 + 32)
-    return acc, row_max, row_sum, n
-
-
-@gluon.jit
-def visit_alone(
-    c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, FREES_OUT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
-):  # fmt: skip
-    """As visit_overlapped, one block after the other."""
-    L: gl.constexpr = gl.SliceLayout(1, LS)
-    LEFT: gl.constexpr = SHAPE == "rows"
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=L)
-    row_sum = gl.full([ROWS], 0.0, gl.float32, layout=L)
-    if FREES_OUT:
-        tma_store_wait(0)  # of the tile before
-        signal(OUT_FREE + 3 - WARPGROUPS + c, 128 + 32)
-    if SHAPE == "rows":
-        if unseen_from < BLOCK_K:
-            mbarrier.wait(shared.v_full.index(n % STAGES), (n // STAGES) & 1)
-            # All warpgroups write the same zeros, each before its own product.
-            clear_rows(shared.v.index(n % STAGES).reshape([BLOCK_K, BLOCK_DV]), 0, unseen_from, BLOCK_K, BLOCK_DV)
-    # The last block may hide something at both ends.
-    acc, row_max, row_sum = _step_alone(
-        shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
-        BLOCK_K, BLOCK_D, BLOCK_DV, True, LEFT, WARPGROUPS, LS, LO,
-    )  # fmt: skip
-    n += 1
-    block -= 1
-    while block >= n_full:
-        acc, row_max, row_sum = _step_alone(
-            shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
-            BLOCK_K, BLOCK_D, BLOCK_DV, True, False, WARPGROUPS, LS, LO,
-        )  # fmt: skip
-        n += 1
-        block -= 1
-    while block >= n_left:
-        acc, row_max, row_sum = _step_alone(
-            shared, q, acc, row_max, row_sum, n, lo, hi, scale_log2,
-            BLOCK_K, BLOCK_D, BLOCK_DV, False, False, WARPGROUPS, LS, LO,
-        )  # fmt: skip
-        n += 1
-        block -= 1
-    if SHAPE == "rows":
-        while block >= 0:
-            acc, row_max, row_sum = _step_alone(
-                shared, q, acc, row_max, row_sum, n, lo - block * BLOCK_K, hi - block * BLOCK_K, scale_log2,
-                BLOCK_K, BLOCK_D, BLOCK_DV, True, True, WARPGROUPS, LS, LO,
-            )  # fmt: skip
-            n += 1
-            block -= 1
     return acc, row_max, row_sum, n

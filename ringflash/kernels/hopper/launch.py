@@ -23,7 +23,6 @@ from ringflash.kernels.hopper.tuning import (
     forward_group,
     forward_keys,
     forward_warpgroups,
-    overlaps,
     padded,
     queries_keys,
     takes_turns,
@@ -82,7 +81,7 @@ class Hopper(Backend):
         block_d, block_dv = padded(D), padded(Dv)
         block_k = forward_keys(block_d, block_dv)
         lo, hi = bounds.to(q.device)
-        warpgroups = forward_warpgroups(max(block_d, block_dv), bounds.shape)
+        warpgroups = forward_warpgroups(max(block_d, block_dv), bounds.shape, Sq)
         q_blocks = -(-Sq // (ROWS * warpgroups))
         group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
         way = way_of_out(
@@ -98,7 +97,7 @@ class Hopper(Backend):
                 B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
                 BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
                 ROUNDED=is_last, WAY=way,
-                TAKE_TURNS=takes_turns(warpgroups, bounds.shape), OVERLAPS=overlaps(warpgroups), WARPGROUPS=warpgroups,
+                TAKE_TURNS=takes_turns(warpgroups, bounds.shape), WARPGROUPS=warpgroups,
                 num_warps=4, maxnreg=168 if warpgroups == 2 else 128,
             )  # fmt: skip
         return partial
