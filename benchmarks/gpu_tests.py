@@ -16,6 +16,15 @@ from measure import RESULTS, write
 ROOT = RESULTS.parent.parent
 
 
+def what_went_wrong(case: ElementTree.Element) -> str:
+    """The first line of a failure, "" of a case that has none: the log that has the rest stays on the GPU machine."""
+    for child in case:
+        if child.tag in ("failure", "error"):
+            message = (child.get("message") or "").strip()
+            return message.splitlines()[0][:200] if message else child.tag
+    return ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for the results; default benchmarks/results")
@@ -31,6 +40,7 @@ def main() -> None:
     lines = [
         f"- {name}: {', '.join(f'{n} {outcome}' for outcome, n in found.items())}" for name, found in counts.items()
     ]
+    lines += [f"- **{case.get('name')}**: {message}" for case in cases if (message := what_went_wrong(case))]
     notes = "\n".join([f"`{' '.join(command[1:5])}` ended with exit code {code}.", "", *lines])
     gpus = torch.cuda.device_count()
     outcomes = {name: dict(found) for name, found in counts.items()}

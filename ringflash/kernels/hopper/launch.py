@@ -146,7 +146,7 @@ def _key_gradients(
     assert dq is None or not is_wide, "the kernel for wide heads forms dk and dv only"
     block_d, block_dv = (max(128 if is_wide else 64, padded(dim)) for dim in (D, Dv))
     k_blocks = -(-Sk // (ROWS if is_wide else KEYS))
-    group = backward_group(Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
+    group = backward_group(Sq, Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
     lo, hi = bounds.columns_to(q.device)
     keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
     step = backward_rows(max(block_d, block_dv))

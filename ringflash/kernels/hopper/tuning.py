@@ -55,12 +55,15 @@ def forward_group(group: int, q_blocks: int, is_full: bool) -> int:
     return -(-wanted // group) * group
 
 
-def backward_group(row_bytes: int, is_full: bool) -> int:
+def backward_group(tokens: int, row_bytes: int, is_full: bool) -> int:
     """Key heads whose tiles are taken together; row_bytes: q, dout and dq of the rows that share a key head.
 
-    From 2 to 16 it hardly matters at d128; at d256 8 gives 320, 4 293 and 16 263 TFLOP/s of 4k tokens. Where 8 are far
-    more than L2 holds and there is no mask to balance, 4 are better.
+    Up to 16k tokens it hardly matters from 2 to 16, but 4 are better than 8 where 8 are far more than L2 holds and there is
+    no mask to balance. Programs of one head drift apart over long sequences, and then each head that is under way is read
+    anew: 64k tokens, d128, 1, 2, 4, 8 heads: full 560, 548, 553, 439 and 64:8 530, 500, 455, 391; causal 528, 586, 592, 563.
     """
+    if tokens >= 32768:
+        return 1 if is_full else 4
     return 4 if is_full and 8 * row_bytes > 140_000_000 else 8
 
 
