@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringflash.kernels.backend import OTHER_BACKENDS, Call, cannot_run, check_backend, choose
+from ringflash.kernels.backend import OTHER_BACKENDS, Backend, Call, cannot_run, check_backend, choose
+from ringflash.kernels.partial import accumulate_dtype
 from ringflash.kernels.score import Score
 from ringflash.kernels.table import KernelTable, MaskKind, length_class
-from ringflash.parallel.function import RingAttentionFunction, Work, last_stride_one
+from ringflash.parallel.function import RingAttentionFunction, Route, Work, last_stride_one
 from ringflash.parallel.inprocess import Alone
 from ringflash.ring import Ring, check_plain
 from ringflash.schedule.integers import integer
@@ -35,6 +36,7 @@ def attention(
     query_length: int | None = None,
     backend: str | KernelTable | None = None,
     deterministic: bool | None = None,
+    route: Route | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(scale * q k^T) v, of a sequence that lies on one device or is cut across a ring.
@@ -55,6 +57,9 @@ def attention(
         backward; a KernelTable does so by measurements of your own.
     deterministic: the same bits on every run, at some cost in backward; None follows
         torch.are_deterministic_algorithms_enabled().
+    route: what travels in backward: "keys", K and V and the sums of their gradients, or "queries", q, the gradient of out
+        and the sums of dq, while K and V stay at home. None takes what moves fewer bytes around the ring: queries where
+        there are as many key heads. Forward moves K and V.
 
     Returns out [B, Sq, Hq, Dv] in q's type, and with return_lse also lse [B, Sq, Hq], the natural log of the sum of
     exp(scores), fp32 (fp64 for fp64 inputs), -inf for a row that sees no key, whose out is 0. Both are differentiable,
@@ -70,7 +75,7 @@ def attention(
     """
     _check_tensors(q, k, v)
     _check_transforms(q, k, v)
-    check_settings("attention", ring, mask, scale, score, backend, deterministic)
+    check_settings("attention", ring, mask, scale, score, backend, deterministic, route)
     if not isinstance(return_lse, bool):
         raise TypeError(f"attention: return_lse is {type(return_lse).__name__}; must be True or False")
     mask = Full() if mask is None else mask
@@ -85,9 +90,13 @@ def attention(
     for chosen, the_plan in product((forward, backward), plans):
         if (reason := chosen.refuses_mask(the_plan)) is not None:
             raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
+    chosen_route = _route(q, k, v, plans, backward, route) if is_trained else "keys"
     if ring is not None:
-        ring.agree("attention", _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained))
-    work = Work(plans, score, forward, backward, Alone() if ring is None else ring.transport, deterministic)
+        facts = _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained)
+        ring.agree("attention", {**facts, "route": chosen_route})
+    work = Work(
+        plans, score, forward, backward, Alone() if ring is None else ring.transport, deterministic, chosen_route
+    )
     out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), score.sinks, work)
     return (out, lse) if return_lse else out
 
@@ -118,6 +127,7 @@ def check_settings(
     score: object,
     backend: object,
     deterministic: object,
+    route: object = None,
 ) -> None:
     """What can be said of the settings without tensors: TypeError for wrong types, ValueError for contradictions."""
     if mask is not None and not isinstance(mask, (Mask, Union)):
@@ -132,6 +142,29 @@ def check_settings(
     check_backend(backend)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"{caller}: deterministic is {type(deterministic).__name__}; must be True, False or None")
+    if route not in (None, "keys", "queries"):
+        raise ValueError(f"{caller}: route = {route!r}; must be None, 'keys' or 'queries'")
+
+
+def _route(q: Tensor, k: Tensor, v: Tensor, plans: tuple[Plan, ...], backward: Backend, route: Route | None) -> Route:
+    """The one named, or the one that moves fewer bytes around the whole ring, which all ranks know alike."""
+    if not backward.reads_delta:
+        if route == "queries":
+            raise NotImplementedError(
+                f"attention: route = 'queries', but the {backward.name} backend forms its gradients from out, which does "
+                "not travel. Use route='keys' or another backend"
+            )
+        return "keys"
+    if route is not None or plans[0].ranks == 1:
+        return route or "keys"
+    numbers, sums = q.itemsize, accumulate_dtype(q.dtype).itemsize
+    (Hq, D), (Hk, Dv) = q.shape[2:], v.shape[2:]
+    keys = queries = 0
+    for the_plan in plans:
+        needs, turned = the_plan.needs, the_plan.turned.needs
+        keys += Hk * (D + Dv) * (needs.moved * numbers + needs.returned * sums)
+        queries += Hq * (turned.moved * ((D + Dv) * numbers + 2 * sums) + turned.returned * D * sums)
+    return "queries" if queries < keys else "keys"
 
 
 def _plans(

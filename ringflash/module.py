@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ringflash.attention import attention, check_settings
 from ringflash.kernels.score import Score
 from ringflash.kernels.table import KernelTable
+from ringflash.parallel.function import Route
 from ringflash.ring import Ring
 from ringflash.schedule.mask import Mask, Union
 
@@ -16,8 +17,8 @@ from ringflash.schedule.mask import Mask, Union
 class RingAttention(nn.Module):
     """attention() with its settings kept; it has no weights and no state.
 
-    ring, mask, scale, score, backend, deterministic: as in `attention`, where shapes, types and errors stand. In eval()
-        the score's dropout is left out, as that of any module.
+    ring, mask, scale, score, backend, deterministic, route: as in `attention`, where shapes, types and errors stand. In
+        eval() the score's dropout is left out, as that of any module.
     """
 
     def __init__(
@@ -29,11 +30,12 @@ class RingAttention(nn.Module):
         score: Score | None = None,
         backend: str | KernelTable | None = None,
         deterministic: bool | None = None,
+        route: Route | None = None,
     ) -> None:
         super().__init__()
-        check_settings("RingAttention", ring, mask, scale, score, backend, deterministic)
+        check_settings("RingAttention", ring, mask, scale, score, backend, deterministic, route)
         self.ring, self.mask, self.scale, self.score = ring, mask, scale, score
-        self.backend, self.deterministic = backend, deterministic
+        self.backend, self.deterministic, self.route = backend, deterministic, route
 
     def forward(
         self,
@@ -61,6 +63,7 @@ class RingAttention(nn.Module):
             query_length=query_length,
             backend=self.backend,
             deterministic=self.deterministic,
+            route=self.route,
             return_lse=return_lse,
         )
 

@@ -14,8 +14,7 @@ from ringflash.parallel.inprocess import Alone
 from ringflash.parallel.peer import PeerTransport
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.integers import integer
-from ringflash.schedule.layout import Layout, Zigzag, cut
-from ringflash.schedule.plan import shard_positions
+from ringflash.schedule.layout import Layout, Zigzag, cut, shard_positions
 
 # Calls remembered as compared, the oldest forgotten first: packed batches bring new masks for ever. Every rank makes the
 # same calls in the same order, so all forget the same one.

@@ -212,19 +212,19 @@ def sent_bytes(events):
     return sum(size for what, size in events if what == "start")
 
 
-def messages_of(ring, problem, mask):
+def messages_of(ring, problem, mask, route="keys"):
     """(events of the forward pass, events of the backward pass) on this rank."""
     inputs = draw(**problem)
     events = []
     note_messages(ring.transport, events)
     q, k, v = (ring.shard(inputs[name]).requires_grad_() for name in ("q", "k", "v"))
-    out = rf.attention(q, k, v, ring=ring, mask=mask, length=inputs["q"].shape[1])
+    out = rf.attention(q, k, v, ring=ring, mask=mask, length=inputs["q"].shape[1], route=route)
     after_forward = len(events)
     out.sum().backward()
     return events[:after_forward], events[after_forward:]
 
 
-def work_of(ring, mask, length):
+def work_of(ring, mask, length, route="keys"):
     """(events of the forward pass, of the backward pass, what the backend was given to add into) on this rank, in bf16."""
     events = []
     note_messages(ring.transport, events)
@@ -239,6 +239,7 @@ def work_of(ring, mask, length):
         backward=recorder,
         transport=ring.transport,
         deterministic=False,
+        route=route,
     )
     out, _ = RingAttentionFunction.apply(*(x.requires_grad_() for x in (q, k, v)), None, work)
     after_forward = len(events)

@@ -124,6 +124,7 @@ SETTINGS = [
     ({"backend": ["triton"]}, ValueError, "attention: backend = ['triton']; must be None, a KernelTable or one of"),
     ({"return_lse": 1}, TypeError, "attention: return_lse is int; must be True or False"),
     ({"score": rf.Score}, TypeError, "attention: score is type; must be a Score or None"),
+    ({"route": "values"}, ValueError, "attention: route = 'values'; must be None, 'keys' or 'queries'"),
     ({"deterministic": "yes"}, TypeError, "attention: deterministic is str; must be True, False or None"),
     ({"scale": True}, TypeError, "Score: scale is bool; must be a float or None"),
     ({"ring": "world"}, TypeError, "attention: ring is str; must be a Ring or None"),

@@ -1,4 +1,4 @@
-"""Everything at once, drawn: layout x mask x lengths x heads x dims x score x frozen inputs x ranks, against the oracle.
+"""Everything at once, drawn: layout x mask x lengths x heads x dims x score x frozen inputs x route x ranks, to the oracle.
 
 A short run is part of the tests. A long one, as before a release:
 
@@ -69,10 +69,11 @@ def calls(draw_):
     # What each rank does not train. All of it on one rank is refused, for it would leave the others waiting.
     some = st.sets(st.sampled_from(INPUTS[:3]), max_size=2)
     frozen = [draw_(some) for _ in range(ranks)]
-    return problem, mask, layout, ranks, draw_(scores(group * Hk)), frozen, draw_(st.booleans())
+    options = {"deterministic": draw_(st.booleans()), "route": draw_(st.sampled_from([None, "keys", "queries"]))}
+    return problem, mask, layout, ranks, draw_(scores(group * Hk)), frozen, options
 
 
-def results_of_rank(ring, problem, mask, score, frozen, deterministic):
+def results_of_rank(ring, problem, mask, score, frozen, options):
     """out, lse and the gradients of what this rank trains, of its shard; None for what it does not."""
     x = draw(**problem)
     N, M = x["k"].shape[1], x["q"].shape[1]
@@ -86,7 +87,7 @@ def results_of_rank(ring, problem, mask, score, frozen, deterministic):
         score = rf.Score(**{**vars(score), "sinks": local["sinks"]})
     out, lse = rf.attention(
         local["q"], local["k"], local["v"], ring=ring, mask=mask, score=score, length=N, query_length=M,
-        deterministic=deterministic, return_lse=True,
+        return_lse=True, **options,
     )  # fmt: skip
     grads = torch.autograd.grad(
         [out, lse], [local[name] for name in trained], [ring.shard(x[n]) for n in ("dout", "dlse")]
@@ -95,12 +96,12 @@ def results_of_rank(ring, problem, mask, score, frozen, deterministic):
 
 
 def check(call):
-    problem, mask, layout, ranks, score, frozen, deterministic = call
+    problem, mask, layout, ranks, score, frozen, options = call
     x = draw(**problem)
     (B, M, Hq, _), N = x["q"].shape, x["k"].shape[1]
     kept = kept_pairs(score.seed, score.dropout, B, Hq, M, N) if score.dropout else None
     expected = dense_gradients(**x, mask=mask, score=score, kept=kept)
-    everyone = in_process(ranks, layout, results_of_rank, problem, mask, score, frozen, deterministic)
+    everyone = in_process(ranks, layout, results_of_rank, problem, mask, score, frozen, options)
     for rank, results in enumerate(everyone):
         for name, actual in results.items():
             if name == "dsinks":

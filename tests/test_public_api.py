@@ -40,7 +40,7 @@ SIGNATURES = {
         "(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, mask: Mask | Union | None = None, "
         "scale: float | None = None, score: Score | None = None, length: int | None = None, "
         "query_length: int | None = None, backend: str | KernelTable | None = None, deterministic: bool | None = None, "
-        "return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
+        "route: Route | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]"
     ),
     "plan": (
         "(mask: Mask, layout: Layout, length: int, rank: int = 0, ranks: int = 1, query_length: int | None = None) -> Plan"
@@ -55,7 +55,8 @@ SIGNATURES = {
     "Ring.shard": "(self, x: Tensor, dim: int = 1) -> Tensor",
     "RingAttention": (
         "(*, ring: Ring | None = None, mask: Mask | Union | None = None, scale: float | None = None, "
-        "score: Score | None = None, backend: str | KernelTable | None = None, deterministic: bool | None = None) -> None"
+        "score: Score | None = None, backend: str | KernelTable | None = None, deterministic: bool | None = None, "
+        "route: Route | None = None) -> None"
     ),
     "Padding": (
         "(start: int | Sequence[int] | Tensor, stop: int | Sequence[int] | Tensor, *, length: int, "

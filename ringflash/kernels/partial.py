@@ -71,6 +71,11 @@ def row_statistic(q: Tensor, dtype: torch.dtype) -> Tensor:
     return q.new_empty(B, Hq, Sq, dtype=dtype).transpose(1, 2)
 
 
+def heads_first(statistic: Tensor) -> Tensor:
+    """The same [B, Sq, Hq], in memory of the order of `row_statistic`."""
+    return statistic.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of partial results, travelling gradients and sums: fp32, and fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)

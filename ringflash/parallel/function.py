@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend, Rows
-from ringflash.kernels.partial import Partial, accumulate_dtype, sinks_gradient
+from ringflash.kernels.partial import Partial, accumulate_dtype, heads_first, sinks_gradient
 from ringflash.kernels.score import Score
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.plan import Plan
+
+Route = Literal["keys", "queries"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Work:
     """Everything of one call that is not a tensor.
 
     plans: one for a mask of intervals, one per part for a union; no two show the same pair.
+    route: what travels in backward. "keys": K and V visit the queries, and their gradients follow. "queries": queries and
+        the gradient of out visit the keys, and dq follows, while K, V and their gradients stay at home.
     """
 
     plans: tuple[Plan, ...]
@@ -33,6 +37,7 @@ class Work:
     backward: Backend
     transport: Transport
     deterministic: bool
+    route: Route = "keys"
 
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
@@ -48,15 +53,20 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
 
 
 def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the local tensors, unrounded where anything travels. Keys travel; dk and dv follow and come home."""
+    """dq, dk, dv of the local tensors, unrounded where anything travels."""
     if len(work.plans) == 1 and work.plans[0].is_local:
         # Nothing to add up, so gradients are written once, rounded, without a pass to clear or to round them.
         (plan,) = work.plans
         return work.backward.gradients(q, k, v, rows, plan[plan.rank], work.score, work.deterministic)
+    return (keys_travel if work.route == "keys" else queries_travel)(q, k, v, rows, work)
+
+
+def keys_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    """K and V visit the ranks that see them; dk and dv follow and come home."""
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
     sums: tuple[Tensor, ...] | None = None
     for plan in work.plans:
-        passage = work.transport.stream((k, v), plan.needs, returning=True)
+        passage = work.transport.stream((k, v), plan.needs, returning=2)
         for source, (k_s, v_s) in passage:
             dk_s, dv_s = passage.gradients()
             work.backward.backward(q, k_s, v_s, rows, plan[source], work.score, dq, dk_s, dv_s, work.deterministic)
@@ -65,6 +75,41 @@ def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tu
     assert sums is not None, "a call has at least one plan"
     dk, dv = sums
     return dq, dk, dv
+
+
+def queries_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    """q, dout and the row statistics visit the ranks whose keys they see; dq follows and comes home."""
+    dk, dv = (x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype)) for x in (k, v))
+    dq: Tensor | None = None
+    statistics = packed(rows.lse, rows.delta, q.dtype)
+    for plan in work.plans:
+        passage = work.transport.stream((q, rows.dout, statistics), plan.turned.needs, returning=1)
+        for source, (q_s, dout_s, statistics_s) in passage:
+            (dq_s,) = passage.gradients()
+            lse_s, delta_s = unpacked(statistics_s, rows.lse.dtype)
+            here = plan.turned.keys(source)
+            # No out: a backend that reads it cannot take this route.
+            rows_s = Rows(dout_s, dout_s, lse_s, delta_s, rows.has_dlse)
+            work.backward.backward(
+                q_s, k[:, here], v[:, here], rows_s, plan.turned[source], work.score,
+                dq_s, dk[:, here], dv[:, here], work.deterministic,
+            )  # fmt: skip
+        (home,) = passage.collect()
+        dq = home if dq is None else dq.add_(home)
+    assert dq is not None, "a call has at least one plan"
+    return dq, dk, dv
+
+
+def packed(lse: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """lse and delta [B, S, H] side by side, bit for bit as numbers of q's type [B, S, H, n], in whose message they go."""
+    return torch.stack((lse, delta), dim=-1).view(dtype)
+
+
+def unpacked(statistics: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What was packed, each laid out as kernels read row statistics."""
+    # In memory of its own, which begins where a number of that type may.
+    lse, delta = statistics.clone(memory_format=torch.contiguous_format).view(dtype).unbind(-1)
+    return heads_first(lse), heads_first(delta)
 
 
 class RingAttentionFunction(torch.autograd.Function):

@@ -35,17 +35,17 @@ class NeighbourTransport(Transport):
     def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
         """Start sending and receiving flat tensors, none of them empty; at most one each way between two ranks."""
 
-    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: bool = False) -> Passage:
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0) -> Passage:
         return NeighbourPassage(self, shard, needs, returning)
 
 
 class NeighbourPassage(Passage):
     """Own shard, then the shard of rank - 1, rank - 2, ... while anybody in the ring needs one."""
 
-    def __init__(self, wire: NeighbourTransport, shard: tuple[Tensor, ...], needs: Needs, returning: bool) -> None:
+    def __init__(self, wire: NeighbourTransport, shard: tuple[Tensor, ...], needs: Needs, returning: int) -> None:
         self._wire, self._shard, self._needs = wire, shard, needs
         self._source = wire.rank  # whose shard is here now
-        self._sums = Sums(wire, shard, needs) if returning else None
+        self._sums = Sums(wire, shard[:returning], needs) if returning else None
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         rank, needs = self._wire.rank, self._needs

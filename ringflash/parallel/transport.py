@@ -57,7 +57,7 @@ class Passage(ABC):
 
     @abstractmethod
     def gradients(self) -> tuple[Tensor, ...]:
-        """The sums for what was just yielded: tensors of the same shapes, in the accumulate type, to add into."""
+        """The sums for what was just yielded of the tensors that return some: in the accumulate type, to add into."""
 
     @abstractmethod
     def collect(self) -> tuple[Tensor, ...]:
@@ -72,12 +72,12 @@ class Transport(ABC):
         self.agreed: dict[object, None] = {}  # calls whose shapes all ranks have compared; see Ring.agree
 
     @abstractmethod
-    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: bool = False) -> Passage:
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0) -> Passage:
         """Bring to every rank what it sees of the others' shards, the next always on its way during compute.
 
         shard: this rank's tensors, of one dtype, rows on axis 1.
         needs: the same on every rank.
-        returning: gradients of what was seen come home, in their accumulate type.
+        returning: of so many tensors, the first ones, gradients of what was seen come home, in their accumulate type.
         """
 
     @abstractmethod

@@ -58,6 +58,12 @@ def _ranks(rank: int, ranks: int) -> int:
 LONGEST = 2**31  # positions are int32 in kernels
 
 
+@lru_cache(maxsize=256)
+def shard_positions(layout: Layout, length: int, rank: int, ranks: int) -> Tensor:
+    """`layout.positions`, cached: not to be written to."""
+    return layout.positions(length, rank, ranks)
+
+
 @lru_cache(maxsize=32)
 @on_cpu
 def cut(layout: Layout, length: int, ranks: int) -> Cut:

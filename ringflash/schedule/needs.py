@@ -1,4 +1,4 @@
-"""Needs: which key rows of each rank are seen by which other rank. All that moves follows from this table.
+"""Needs: which rows of each rank are needed by which other rank. All that moves follows from this table.
 
 Every rank computes the whole table from values that all share, so senders and receivers agree without talking.
 """
@@ -23,6 +23,8 @@ NOTHING = slice(0, 0)
 @dataclass(frozen=True, eq=False)
 class Needs:
     """first, past: int32 [P, P]; rank r sees rows [first[r, s], past[r, s]) of the shard of source s; 0, 0 for none.
+
+    Where keys travel they are key rows that queries see; where queries travel, query rows that see keys.
 
     In a ring, the shard of source s reaches rank s + h at hop h. On its way it carries the rows that this rank or a later
     one sees; on the way back its gradients carry the rows that any rank so far has seen.
@@ -55,6 +57,20 @@ class Needs:
     def hops(self) -> int:
         """Hops after which nobody needs a shard any more: at most P - 1."""
         return max(self._last)
+
+    @cached_property
+    def moved(self) -> int:
+        """Rows that all ranks together send in one pass."""
+        return sum(part.stop - part.start for by_hop in self._onward for part in by_hop[1:])
+
+    @cached_property
+    def returned(self) -> int:
+        """Rows of gradients that all ranks together send in one pass."""
+        return sum(
+            self.gathered(source, hop).stop - self.gathered(source, hop).start
+            for source in range(self.ranks)
+            for hop in range(1, self.ranks)
+        )
 
     @cached_property
     def _seen(self) -> list[list[slice]]:
@@ -103,7 +119,7 @@ def _hulls(first: Tensor, past: Tensor) -> list[list[slice]]:
     return _slices(first.masked_fill(is_empty, 0), past.masked_fill(is_empty, 0))
 
 
-# A table is P x P; two masks a layer and a few batches in flight.
+# A table is P x P; two masks a layer, two routes and a few batches in flight.
 @lru_cache(maxsize=32)
 @on_cpu
 def needs(mask: Mask, layout: Layout, length: int, ranks: int, query_length: int) -> Needs:
@@ -113,12 +129,47 @@ def needs(mask: Mask, layout: Layout, length: int, ranks: int, query_length: int
     """
     queries, keys = cut(layout, query_length, ranks), cut(layout, length, ranks)
     lo, hi = _seen_by_blocks(mask, queries, length - query_length)  # [B, R]
+    return _table(queries, keys, *(x.clamp(0, length) for x in (lo, hi)))
+
+
+@lru_cache(maxsize=32)
+@on_cpu
+def query_needs(mask: Mask, layout: Layout, length: int, ranks: int, query_length: int) -> Needs:
+    """Which query rows of each rank see keys of which other rank; the hull of them where there are holes.
+
+    Found at the ends of the blocks of keys, by bisection among the queries.
+    """
+    queries, keys = cut(layout, query_length, ranks), cut(layout, length, ranks)
+    shift = length - query_length
+    # Ends grow along the queries, so those that see a key between two are the ones whose hi is past the first of them, as
+    # far as the ones whose lo is not past the last.
+    lo = _first_query(mask, keys.start.long(), 1, query_length, shift)
+    hi = _first_query(mask, keys.last.long(), 0, query_length, shift)
+    is_empty = (keys.count == 0).expand_as(lo)
+    return _table(keys, queries, lo.masked_fill(is_empty, 0), torch.maximum(lo, hi).masked_fill(is_empty, 0))
+
+
+def _first_query(mask: Mask, key: Tensor, end: int, query_length: int, shift: int) -> Tensor:
+    """The first query whose end (0: lo, 1: hi) is past each of `key` [R], int64 [1 or B, R]; query_length if none is."""
+    low = torch.zeros(mask.batch or 1, key.shape[0], dtype=torch.int64)
+    high = torch.full_like(low, query_length)
+    for _ in range(query_length.bit_length()):
+        middle = (low + high).div(2, rounding_mode="floor")
+        is_past = _at(mask, middle + shift, end) > key
+        is_open = low < high
+        low, high = torch.where(is_open & ~is_past, middle + 1, low), torch.where(is_open & is_past, middle, high)
+    return low
+
+
+def _table(viewers: Cut, sources: Cut, lo: Tensor, hi: Tensor) -> Needs:
+    """Of blocks of `viewers` that see global positions [lo, hi) of `sources`, both [B, R]."""
+    ranks = sources.ranks
     everyone = torch.arange(ranks)
-    first, past = (keys.below(x.clamp(0, length).int(), everyone) for x in (lo, hi))  # [P, B, R]
+    first, past = (sources.below(x.int(), everyone) for x in (lo, hi))  # [P, B, R]
     is_empty = past <= first
-    # By rank of the queries: blocks of one rank next to each other, then one reduction for all.
+    # By rank of the viewers: blocks of one rank next to each other, then one reduction for all.
     first, past = first.masked_fill(is_empty, FAR).amin(1), past.masked_fill(is_empty, 0).amax(1)  # [P, R]
-    index = queries.owner.expand(ranks, -1)
+    index = viewers.owner.expand(ranks, -1)
     first = first.new_full((ranks, ranks), FAR).scatter_reduce_(1, index, first, "amin").T
     past = past.new_zeros(ranks, ranks).scatter_reduce_(1, index, past, "amax").T
     return Needs(first.masked_fill(past == 0, 0), past)

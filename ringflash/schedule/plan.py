@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ringflash.schedule.copies import Copies, moved, on_cpu
 from ringflash.schedule.integers import integer
-from ringflash.schedule.layout import LONGEST, Layout, cut
+from ringflash.schedule.layout import LONGEST, Layout, cut, shard_positions
 from ringflash.schedule.mask import Causal, Full, Intersection, Mask, Past
 from ringflash.schedule.needs import NOTHING, Needs, needs
 from ringflash.schedule.tiles import Bounds, Shape, tightened, transpose
+from ringflash.schedule.turned import Turned
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,11 @@ class Plan:
         """Ranks that own at least one key visible from here."""
         return tuple(source for source in range(self.ranks) if self.keys(source) != NOTHING)
 
+    @cached_property
+    def turned(self) -> Turned:
+        """The same pairs seen from the keys that this rank holds, for a backward in which queries travel."""
+        return Turned(self)
+
     @property
     def last(self) -> int | None:
         """The source that a ring brings last of those that are seen from here."""
@@ -163,6 +169,20 @@ class Plan:
         """The plan of every rank, by rank; not cached."""
         return [replace(self, rank=rank) for rank in range(self.ranks)]
 
+    def queries_bytes(
+        self, *, batch: int, query_heads: int, head_dim: int, value_dim: int, itemsize: int, gradient_itemsize: int = 4
+    ) -> int:
+        """Bytes that this rank sends in one backward pass in which queries travel: q, the gradient of out, lse and delta
+        of the rows that see keys of somebody after it, and dq of others' rows.
+        """
+        needs = self.turned.needs
+        sent = [needs.onward((self.rank - hop) % self.ranks, hop + 1) for hop in range(needs.hops)]
+        returned = [needs.gathered((self.rank - hop) % self.ranks, hop) for hop in range(1, needs.hops + 1)]
+        travelling = _bytes_of_row(batch, query_heads, head_dim, value_dim, itemsize)
+        statistics = batch * query_heads * 2 * gradient_itemsize
+        gradients = _bytes_of_row(batch, query_heads, head_dim, 0, gradient_itemsize)
+        return _count(sent) * (travelling + statistics) + _count(returned) * gradients
+
     def forward_bytes(self, *, batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
         """Bytes that this rank sends in one forward pass: of K and V, the rows that somebody after it sees."""
         rows = [self.needs.onward((self.rank - hop) % self.ranks, hop + 1) for hop in range(self.hops)]
@@ -180,10 +200,10 @@ class Plan:
 
 
 def _bytes_of_row(batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
-    """K and V of one token in all batch rows."""
+    """K and V, or q and its like, of one token in all batch rows."""
     numbers = {
         "batch": batch,
-        "key_heads": key_heads,
+        "heads": key_heads,
         "head_dim": head_dim,
         "value_dim": value_dim,
         "itemsize": itemsize,
@@ -194,12 +214,6 @@ def _bytes_of_row(batch: int, key_heads: int, head_dim: int, value_dim: int, ite
 
 def _count(rows: list[slice]) -> int:
     return sum(part.stop - part.start for part in rows)
-
-
-@lru_cache(maxsize=256)
-def shard_positions(layout: Layout, length: int, rank: int, ranks: int) -> Tensor:
-    """`layout.positions`, cached: not to be written to."""
-    return layout.positions(length, rank, ranks)
 
 
 def plan(

@@ -75,6 +75,54 @@ def test_each_rank_sends_the_bytes_of_its_plan_and_not_one_more(length, name, la
         assert sent_bytes(backward) == sum(here.backward_bytes(**sizes) for here in plans)
 
 
+@layouts
+@pytest.mark.parametrize("name", masks(24))
+@pytest.mark.parametrize("length", [24, 29])
+def test_travelling_queries_send_the_bytes_of_the_plan_and_not_one_more(length, name, layout):
+    """q, dout, lse and delta in one message, of the rows that see keys of somebody to come, and dq of them back."""
+    problem = {"queries": length, "heads": (6, 2), "dim": 4, "value_dim": 3, "dtype": torch.float32}
+    mask = masks(length)[name]
+    parts = mask.parts if isinstance(mask, rf.Union) else (mask,)
+    keys = {"batch": 1, "key_heads": 2, "head_dim": 4, "value_dim": 3, "itemsize": 4}
+    queries = {"batch": 1, "query_heads": 6, "head_dim": 4, "value_dim": 3, "itemsize": 4}
+    for rank, (forward, backward) in enumerate(in_process(4, layout, messages_of, problem, mask, "queries")):
+        plans = [plan(part, layout, length, rank, 4) for part in parts]
+        assert sent_bytes(forward) == sum(here.forward_bytes(**keys) for here in plans)
+        assert sent_bytes(backward) == sum(here.queries_bytes(**queries) for here in plans)
+
+
+def test_gradients_of_queries_follow_them_one_hop_behind_and_come_home():
+    """5 queries per rank, 2 heads: q and dout 160 bytes in bf16, lse and delta 80; dq in fp32 160. Of a row of one rank
+    every rank has keys, so it visits all, computing on the keys that are at home.
+    """
+    _, backward, kept = in_process(3, rf.Contiguous(), work_of, rf.Full(), 15, "queries")[1]
+    queries, gradients = 160 + 80, 160
+    assert backward == [
+        ("start", queries), ("backward", 1), ("wait", queries),
+        ("start", queries), ("backward", 1), ("start", gradients), ("wait", queries),
+        ("backward", 1), ("wait", gradients), ("start", gradients), ("wait", gradients),
+    ]  # fmt: skip
+    rows = [given[0] for given in kept[3:]]
+    assert len(rows) == 3 and all(x.lse.dtype == x.delta.dtype == torch.float32 for x in rows)
+    assert all(x.transpose(1, 2).is_contiguous() for given in rows for x in (given.lse, given.delta))
+
+
+@pytest.mark.parametrize(
+    ("heads", "cheaper"), [((4, 4), "queries"), ((8, 1), "keys")], ids=["as_many_key_heads", "grouped"]
+)
+@pytest.mark.parametrize("mask", [rf.Full(), rf.Causal(), rf.Window(9, 0)], ids=name_of)
+def test_the_route_that_nobody_named_is_the_one_with_fewer_bytes(heads, cheaper, mask):
+    problem = {"queries": 32, "heads": heads, "dim": 64, "dtype": torch.bfloat16}
+
+    def bytes_of(route):
+        events = in_process(4, rf.Zigzag(), messages_of, problem, mask, route)
+        return sum(sent_bytes(backward) for _, backward in events)
+
+    sent = {route: bytes_of(route) for route in ("keys", "queries")}
+    assert min(sent, key=sent.get) == cheaper
+    assert bytes_of(None) == sent[cheaper]
+
+
 @pytest.mark.parametrize(("left", "hops"), [(0, 0), (1, 1), (8, 1), (9, 2), (56, 7)])
 def test_a_window_stops_the_ring_after_the_last_source_it_reaches(left, hops):
     """And of the shards on the way only the rows inside the window move."""

@@ -8,7 +8,7 @@ import torch
 
 import ringflash as rf
 from ringflash.schedule.plan import plan
-from ringflash.testing.compare import assert_all_close
+from ringflash.testing.compare import assert_all_close, relative_error
 from ringflash.testing.sharded import draw
 from tests.rings import (
     LAYOUTS,
@@ -51,6 +51,26 @@ def test_many_ranks_equal_dense_attention(workers, ranks, layout):
 def test_every_mask_equals_dense_attention_in_float32(workers, name):
     problem = {"queries": 40, "heads": (4, 2), "batch": 2, "dtype": torch.float32}
     assert_equals_dense(workers, 4, rf.Zigzag(), problem, masks(40)[name])
+
+
+@layouts
+@pytest.mark.parametrize("name", ["full", "causal", "documents_window", "first_and_window"])
+@pytest.mark.parametrize(("heads", "ranks"), [((4, 2), 3), ((3, 3), 4)])
+def test_queries_that_travel_give_the_same_gradients(workers, heads, ranks, name, layout):
+    problem = {"queries": 29, "heads": heads, "dim": 5, "value_dim": 3, "batch": 2}
+    assert_equals_dense(workers, ranks, layout, problem, masks(29)[name], route="queries")
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-3), (torch.float32, 1e-6)], ids=["bf16", "fp32"])
+def test_queries_that_travel_bring_their_row_statistics_unrounded(workers, dtype, limit):
+    """lse and delta in fp32, bit for bit, in the message of q and dout."""
+    problem = {"queries": 40, "heads": (4, 2), "batch": 2, "dtype": dtype}
+    keys, queries = (
+        on_workers(workers, 4, rf.Zigzag(), attend, problem, {"mask": rf.Causal(), "route": route})[0]
+        for route in ("keys", "queries")
+    )
+    for name in ("dq", "dk", "dv"):
+        assert relative_error(queries[name], keys[name]) < limit, name
 
 
 @layouts

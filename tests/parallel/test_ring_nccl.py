@@ -53,6 +53,33 @@ def test_bf16_error_does_not_grow_with_the_ring(gpus, layout, heads, peaky):
             assert ring <= 1.25 * one, f"{name}: {ring:.3g} on the ring, {one:.3g} on one GPU"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("name", ["full", "causal", "documents_causal", "window"])
+def test_queries_that_travel_give_the_same_gradients(gpus, layout, name):
+    problem = {"batch": 2, "queries": N, "heads": (4, 4), "dim": 64, "dtype": torch.float32}
+    mask = masks(N)[name]
+    x = draw(**problem)
+    expected = dense_gradients(x["q"], x["k"], x["v"], mask, x["dout"], x["dlse"])
+    options = {"mask": mask, "backend": "triton", "route": "queries"}
+    for results in gpus.run(attend_on_workers, gpus.size, layout, {**problem, "device": "cuda"}, options):
+        assert_all_close(results, expected, torch.float32)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "deterministic"])
+def test_both_routes_give_the_same_gradients_in_bf16(gpus, dim, deterministic):
+    problem = {"queries": 2000, "heads": (4, 4), "dim": dim, "dtype": torch.bfloat16, "device": "cuda"}
+    keys, queries = (
+        gpus.run(
+            attend_on_workers, gpus.size, rf.Zigzag(), problem,
+            {"mask": rf.Causal(), "route": route, "deterministic": deterministic},
+        )[-1]
+        for route in ("keys", "queries")
+    )  # fmt: skip
+    for name in ("dq", "dk", "dv"):
+        assert relative_error(queries[name], keys[name]) < 2e-3, name
+
+
 def test_deterministic_rings_repeat_bit_for_bit(gpus):
     problem = {"queries": 2048, "heads": (8, 2), "dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     options = {"mask": rf.Causal(), "deterministic": True}

@@ -130,6 +130,43 @@ def test_sources_keys_hops_and_pairs_agree_with_the_dense_mask(problem):
         assert mine.pairs_per_rank == tuple(pairs)
 
 
+@settings(deadline=None, max_examples=300)
+@given(problems() | problems(batch=3))
+def test_a_turned_plan_says_the_same_pairs_of_the_keys_at_home(problem):
+    length, ranks, layout, mask = problem
+    expected = visible(mask, length, length)
+    for rank in range(ranks):
+        turned, keys = plan(mask, layout, length, rank, ranks).turned, layout.positions(length, rank, ranks)
+        for source in range(ranks):
+            queries, bounds = layout.positions(length, source, ranks), turned[source]
+            rows, columns = turned.queries(source), turned.keys(source)
+            seen = torch.zeros(expected.shape[0], queries.numel(), keys.numel(), dtype=torch.bool)
+            seen[:, rows, columns] = pairs_of(bounds)
+            assert torch.equal(seen, expected[:, queries][:, :, keys])
+            assert torch.equal(bounds.positions()[0], queries[rows])
+            assert torch.equal(bounds.positions()[1], keys[columns])
+            needed = hull(expected[:, queries][:, :, keys].mT)
+            if not isinstance(layout, rf.Striped) and expected.any(-1).all() and expected.any(-2).all():
+                assert rows == needed, "no row travels that sees nothing"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.integers(0, 20), st.integers(0, 20), st.integers(1, 4), reach, reach)
+def test_a_turned_plan_of_cross_attention(data, queries, keys, ranks, left, right):
+    layout = data.draw(st.sampled_from([rf.Contiguous(), rf.Zigzag(), rf.Striped(), rf.Balanced(rf.Causal())]))
+    padded = rf.Padding.right([keys, keys // 2], length=keys, keys_only=True)
+    for mask in (rf.Causal(), rf.Window(left, right), rf.Prefix(3), rf.Chunked(4), rf.FirstKeys(2), padded):
+        expected = visible(mask, queries, keys)
+        for rank in range(ranks):
+            turned = plan(mask, layout, keys, rank, ranks, query_length=queries).turned
+            here = layout.positions(keys, rank, ranks)
+            for source in range(ranks):
+                there = layout.positions(queries, source, ranks)
+                seen = torch.zeros(expected.shape[0], there.numel(), here.numel(), dtype=torch.bool)
+                seen[:, turned.queries(source), turned.keys(source)] = pairs_of(turned[source])
+                assert torch.equal(seen, expected[:, there][:, :, here])
+
+
 def joined(slices):
     filled = [part for part in slices if part.stop > part.start]
     return slice(min(p.start for p in filled), max(p.stop for p in filled)) if filled else slice(0, 0)
