@@ -6,7 +6,10 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
+if HAS_GPU:
+    # Processes of pytest-xdist share the GPUs there are.
+    torch.cuda.set_device(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % torch.cuda.device_count())
+else:
     # Read when kernels are decorated: before anything imports them.
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -30,6 +33,13 @@ def _no_lucky_zeros():
     """torch.empty is full of NaN in every test: what is read was written."""
     with poisoned():
         yield
+
+
+@pytest.fixture(autouse=HAS_GPU)
+def _no_cached_memory():
+    """What one process keeps for later, others miss: the fp64 oracle leaves gigabytes of it behind on a GPU."""
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
