@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringflash.parallel.gathered import GatheredTransport
 from ringflash.parallel.inprocess import Alone
 from ringflash.parallel.peer import PeerTransport
 from ringflash.parallel.transport import Transport
@@ -35,7 +36,9 @@ class Ring:
         where torch.distributed is not initialised. Ring creates no group; sub-groups of a larger job are fine, and
         `rank` counts inside the group.
     layout: how a sequence is cut; Zigzag balances causal attention.
-    transport: "peer" (send and receive on the group; the default), or a Transport, in which case group stays None.
+    transport: "peer", send and receive between neighbours, hop by hop (the default); "gathered", everything at once between
+        all pairs, which is faster for short shards and takes memory for all of them; or a Transport, in which case group
+        stays None.
     check: True compares shapes, types, mask, score and layout among the ranks on the first call with each (one small
         exchange, on NCCL a wait for the device); a difference then raises the same error on every rank. What it cannot
         see are ranks that fall out of step later, each with a call that is already known: "always" compares every call,
@@ -171,8 +174,8 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
         if group is not None:
             raise ValueError("Ring: group and a Transport instance exclude each other; the transport knows its ranks")
         return transport
-    if transport not in (None, "peer"):
-        raise ValueError(f"Ring: transport = {transport!r}; must be None, 'peer' or a Transport")
+    if transport not in (None, "peer", "gathered"):
+        raise ValueError(f"Ring: transport = {transport!r}; must be None, 'peer', 'gathered' or a Transport")
     if group is None:
         if not dist.is_initialized():
             if dist.is_torchelastic_launched():
@@ -190,7 +193,8 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
         raise ValueError("Ring: this process is not in the group; make a Ring of it on its members only")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"Ring: group is {type(group).__name__}; must be a ProcessGroup, a 1-D DeviceMesh or None")
-    return PeerTransport(group)
+    wire = PeerTransport(group)
+    return GatheredTransport(wire) if transport == "gathered" else wire
 
 
 def check_plain(name: str, x: object) -> None:

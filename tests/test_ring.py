@@ -243,7 +243,11 @@ def test_a_group_and_a_transport_exclude_each_other(workers):
     [
         (lambda: rf.Ring(layout="zigzag"), TypeError, "layout is 'zigzag'; must be a Layout such as Zigzag"),
         (lambda: rf.Ring(layout=rf.Zigzag), TypeError, "must be a Layout such as Zigzag"),
-        (lambda: rf.Ring(transport="udp"), ValueError, "transport = 'udp'; must be None, 'peer' or a Transport"),
+        (
+            lambda: rf.Ring(transport="udp"),
+            ValueError,
+            "transport = 'udp'; must be None, 'peer', 'gathered' or a Transport",
+        ),
         (lambda: rf.Ring().shard([1, 2]), TypeError, "shard: x is list; must be a tensor"),
         (lambda: rf.Ring().gather(None), TypeError, "gather: x is NoneType; must be a tensor"),
         (lambda: rf.Ring().shard(torch.zeros(3)), ValueError, r"shard: dim = 1; x of shape \(3,\) has no such axis"),
