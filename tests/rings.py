@@ -1,5 +1,6 @@
 """Functions that tests send to worker processes, and the cases they share."""
 
+import time
 from contextlib import contextmanager
 from functools import lru_cache
 from unittest import mock
@@ -206,6 +207,27 @@ def note_messages(transport, events):
         return NotedInFlight(exchange(sends, receives), lambda: note("wait", receives))
 
     transport.exchange = noted
+
+
+class ThrottledInFlight(InFlight):
+    def __init__(self, in_flight, ready):
+        self.in_flight, self.ready = in_flight, ready
+
+    def wait(self):
+        time.sleep(max(0.0, self.ready - time.monotonic()))
+        self.in_flight.wait()
+
+
+def throttle(transport, bytes_per_s):
+    """From now on what is sent takes its time on a link that carries one message after another."""
+    exchange, free = transport.exchange, [0.0]
+
+    def throttled(sends, receives):
+        size = sum(x.numel() * x.itemsize for x, _ in sends)
+        free[0] = max(free[0], time.monotonic()) + size / bytes_per_s
+        return ThrottledInFlight(exchange(sends, receives), free[0])
+
+    transport.exchange = throttled
 
 
 def sent_bytes(events):

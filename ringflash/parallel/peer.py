@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from math import prod
 
@@ -13,13 +14,22 @@ from ringflash.parallel.passage import InFlight, Message, NeighbourTransport
 
 
 class PeerInFlight(InFlight):
-    def __init__(self, works: list[dist.Work], messages: list[Message]) -> None:
-        self._works, self._messages = works, messages
+    def __init__(self, rank: int, works: list[dist.Work], sends: list[Message], receives: list[Message]) -> None:
+        self._rank, self._works, self._sends, self._receives = rank, works, sends, receives
 
     def wait(self) -> None:
-        # On NCCL this makes the current stream wait, not the host.
-        for work in self._works:
-            work.wait()
+        since = time.monotonic()
+        try:
+            # On NCCL this makes the current stream wait, not the host.
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            sources, takers = (sorted({peer for _, peer in messages}) for messages in (self._receives, self._sends))
+            raise RuntimeError(
+                f"Ring: rank {self._rank} waited {time.monotonic() - since:.0f} s for messages from ranks {sources} and to "
+                f"ranks {takers}. One of them is gone, or computes for longer between two hops than the process group's "
+                "timeout: balance the layout, or give the group a longer timeout"
+            ) from error
 
 
 class PeerTransport(NeighbourTransport):
@@ -39,7 +49,7 @@ class PeerTransport(NeighbourTransport):
     def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x, to in sends]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x, source in receives]
-        return PeerInFlight(dist.batch_isend_irecv(ops) if ops else [], sends + receives)
+        return PeerInFlight(self.rank, dist.batch_isend_irecv(ops) if ops else [], sends, receives)
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         # As bytes, because not every backend takes every type; padded to the longest, because it wants equal lengths.

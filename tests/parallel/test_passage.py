@@ -1,11 +1,14 @@
 """What goes over the wire, how much of it, and when: counted on an in-process ring."""
 
+import time
+
 import pytest
 import torch
 
 import ringflash as rf
 from ringflash.schedule.plan import plan
-from tests.rings import LAYOUTS, in_process, masks, messages_of, name_of, sent_bytes, work_of
+from ringflash.testing.sharded import draw
+from tests.rings import LAYOUTS, in_process, masks, messages_of, name_of, sent_bytes, throttle, work_of
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 
@@ -121,6 +124,30 @@ def test_the_route_that_nobody_named_is_the_one_with_fewer_bytes(heads, cheaper,
     sent = {route: bytes_of(route) for route in ("keys", "queries")}
     assert min(sent, key=sent.get) == cheaper
     assert bytes_of(None) == sent[cheaper]
+
+
+def seconds_of_backward(ring, heads, route):
+    """On a link of 1 MB/s, which computes faster than it carries."""
+    problem = {"queries": 256, "heads": heads, "dim": 64, "dtype": torch.float32}
+    x = draw(**problem)
+    q, k, v = (ring.shard(x[name]).requires_grad_() for name in ("q", "k", "v"))
+    out = rf.attention(q, k, v, ring=ring, route=route)
+    throttle(ring.transport, 1e6)
+    began = time.monotonic()
+    out.sum().backward()
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "faster"), [((8, 8), "queries"), ((8, 1), "keys")], ids=["as_many_key_heads", "grouped"]
+)
+def test_the_route_with_fewer_bytes_is_faster_where_the_link_is_the_bound(heads, faster):
+    seconds = {
+        route: max(in_process(2, rf.Zigzag(), seconds_of_backward, heads, route)) for route in ("keys", "queries")
+    }
+    slower = "keys" if faster == "queries" else "queries"
+    assert seconds[faster] < 0.88 * seconds[slower], seconds
 
 
 @pytest.mark.parametrize(("left", "hops"), [(0, 0), (1, 1), (8, 1), (9, 2), (56, 7)])
