@@ -90,13 +90,12 @@ def attention(
     for chosen, the_plan in product((forward, backward), plans):
         if (reason := chosen.refuses_mask(the_plan)) is not None:
             raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
-    chosen_route = _route(q, k, v, plans, backward, route) if is_trained else "keys"
+    chosen_route = _route(q, k, v, plans, backward, route, ring) if is_trained else "keys"
     if ring is not None:
         facts = _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained)
-        ring.agree("attention", {**facts, "route": chosen_route})
-    work = Work(
-        plans, score, forward, backward, Alone() if ring is None else ring.transport, deterministic, chosen_route
-    )
+        ring.agree("attention", {**facts, "route": chosen_route, "gradient_dtype": str(ring.gradient_dtype)})
+    wire, on_wire = (Alone(), None) if ring is None else (ring.transport, ring.gradient_dtype)
+    work = Work(plans, score, forward, backward, wire, deterministic, chosen_route, on_wire)
     out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), score.sinks, work)
     return (out, lse) if return_lse else out
 
@@ -146,7 +145,15 @@ def check_settings(
         raise ValueError(f"{caller}: route = {route!r}; must be None, 'keys' or 'queries'")
 
 
-def _route(q: Tensor, k: Tensor, v: Tensor, plans: tuple[Plan, ...], backward: Backend, route: Route | None) -> Route:
+def _route(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plans: tuple[Plan, ...],
+    backward: Backend,
+    route: Route | None,
+    ring: Ring | None,
+) -> Route:
     """The one named, or the one that moves fewer bytes around the whole ring, which all ranks know alike."""
     if not backward.reads_delta:
         if route == "queries":
@@ -157,13 +164,15 @@ def _route(q: Tensor, k: Tensor, v: Tensor, plans: tuple[Plan, ...], backward: B
         return "keys"
     if route is not None or plans[0].ranks == 1:
         return route or "keys"
-    numbers, sums = q.itemsize, accumulate_dtype(q.dtype).itemsize
+    sums = accumulate_dtype(q.dtype)
+    on_wire = sums if ring is None or ring.gradient_dtype is None else ring.gradient_dtype
+    numbers, statistics, gradients = q.itemsize, sums.itemsize, on_wire.itemsize
     (Hq, D), (Hk, Dv) = q.shape[2:], v.shape[2:]
     keys = queries = 0
     for the_plan in plans:
         needs, turned = the_plan.needs, the_plan.turned.needs
-        keys += Hk * (D + Dv) * (needs.moved * numbers + needs.returned * sums)
-        queries += Hq * (turned.moved * ((D + Dv) * numbers + 2 * sums) + turned.returned * D * sums)
+        keys += Hk * (D + Dv) * (needs.moved * numbers + needs.returned * gradients)
+        queries += Hq * (turned.moved * ((D + Dv) * numbers + 2 * statistics) + turned.returned * D * gradients)
     return "queries" if queries < keys else "keys"
 
 

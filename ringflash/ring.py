@@ -39,6 +39,10 @@ class Ring:
     transport: "peer", send and receive between neighbours, hop by hop (the default); "gathered", everything at once between
         all pairs, which is faster for short shards and takes memory for all of them; or a Transport, in which case group
         stays None.
+    gradient_dtype: torch.bfloat16 halves the bytes of gradients that travel in backward, and rounds their
+        sums at every hop; None, the default, sends them in fp32 (fp64 for fp64). In bf16 the relative error of dk and dv (of
+        dq, where queries travel) grows by 0.9e-3, 1.7e-3, 3.0e-3 and 4.8e-3 on 2, 4, 8 and 16 ranks, with "gathered" by
+        at most 1.5e-3; rounding a result once to bf16 costs 1.6e-3. The same on every rank.
     check: True compares shapes, types, mask, score and layout among the ranks on the first call with each (one small
         exchange, on NCCL a wait for the device); a difference then raises the same error on every rank. What it cannot
         see are ranks that fall out of step later, each with a call that is already known: "always" compares every call,
@@ -53,6 +57,7 @@ class Ring:
     transport: Transport
     layout: Layout
     check: bool | Literal["always"]
+    gradient_dtype: torch.dtype | None
 
     def __init__(
         self,
@@ -61,12 +66,19 @@ class Ring:
         layout: Layout | None = None,
         transport: str | Transport | None = None,
         check: bool | Literal["always"] = True,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise TypeError(f"Ring: layout is {layout!r}; must be a Layout such as Zigzag()")
         if not isinstance(check, bool) and check != "always":
             raise TypeError(f'Ring: check is {check!r}; must be True, False or "always"')
+        if gradient_dtype not in (None, torch.bfloat16, torch.float32):
+            # Sums in float16 overflow where those of bfloat16 inputs need not.
+            raise ValueError(
+                f"Ring: gradient_dtype = {gradient_dtype!r}; must be None, torch.bfloat16 or torch.float32"
+            )
+        object.__setattr__(self, "gradient_dtype", gradient_dtype)
         object.__setattr__(self, "transport", _wire(group, transport))
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "check", check)
@@ -92,7 +104,7 @@ class Ring:
 
     def with_layout(self, layout: Layout) -> Ring:
         """The same ranks and wire under another layout, for layouts that change with the batch, such as Balanced."""
-        return Ring(layout=layout, transport=self.transport, check=self.check)
+        return Ring(layout=layout, transport=self.transport, check=self.check, gradient_dtype=self.gradient_dtype)
 
     def positions(self, length: int) -> Tensor:
         """Global positions of this rank's tokens of a sequence of `length`: int64 [S_local] on the CPU, increasing."""

@@ -48,7 +48,8 @@ SIGNATURES = {
     "Documents": "(lengths: Iterable[Any] | Tensor, *, causal: bool, padding: int | Sequence[int] | Tensor = 0) -> None",
     "Ring": (
         "(group: dist.ProcessGroup | DeviceMesh | None = None, *, layout: Layout | None = None, "
-        'transport: str | Transport | None = None, check: "bool | Literal[always]" = True) -> None'
+        'transport: str | Transport | None = None, check: "bool | Literal[always]" = True, '
+        "gradient_dtype: torch.dtype | None = None) -> None"
     ),
     "Ring.gather": "(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor",
     "Ring.positions": "(self, length: int) -> Tensor",

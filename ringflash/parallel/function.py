@@ -29,6 +29,7 @@ class Work:
     plans: one for a mask of intervals, one per part for a union; no two show the same pair.
     route: what travels in backward. "keys": K and V visit the queries, and their gradients follow. "queries": queries and
         the gradient of out visit the keys, and dq follows, while K, V and their gradients stay at home.
+    gradient_dtype: what travelling sums of gradients are rounded to on the wire; None does not round them.
     """
 
     plans: tuple[Plan, ...]
@@ -38,6 +39,7 @@ class Work:
     transport: Transport
     deterministic: bool
     route: Route = "keys"
+    gradient_dtype: torch.dtype | None = None
 
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
@@ -66,7 +68,7 @@ def keys_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tupl
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
     sums: tuple[Tensor, ...] | None = None
     for plan in work.plans:
-        passage = work.transport.stream((k, v), plan.needs, returning=2)
+        passage = work.transport.stream((k, v), plan.needs, returning=2, gradient_dtype=work.gradient_dtype)
         for source, (k_s, v_s) in passage:
             dk_s, dv_s = passage.gradients()
             work.backward.backward(q, k_s, v_s, rows, plan[source], work.score, dq, dk_s, dv_s, work.deterministic)
@@ -83,7 +85,8 @@ def queries_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> t
     dq: Tensor | None = None
     statistics = packed(rows.lse, rows.delta, q.dtype)
     for plan in work.plans:
-        passage = work.transport.stream((q, rows.dout, statistics), plan.turned.needs, returning=1)
+        shard, needs = (q, rows.dout, statistics), plan.turned.needs
+        passage = work.transport.stream(shard, needs, returning=1, gradient_dtype=work.gradient_dtype)
         for source, (q_s, dout_s, statistics_s) in passage:
             (dq_s,) = passage.gradients()
             lse_s, delta_s = unpacked(statistics_s, rows.lse.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
@@ -23,8 +24,10 @@ class GatheredTransport(Transport):
         super().__init__(wire.rank, wire.ranks)
         self.wire = wire
 
-    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0) -> Passage:
-        return GatheredPassage(self.wire, shard, needs, returning)
+    def stream(
+        self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None
+    ) -> Passage:
+        return GatheredPassage(self.wire, shard, needs, returning, gradient_dtype)
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         return self.wire.all_gather(x, shapes)
@@ -36,10 +39,18 @@ class GatheredTransport(Transport):
 class GatheredPassage(Passage):
     """Own shard, then what came of the shards of rank - 1, rank - 2, ..., in the order of a ring."""
 
-    def __init__(self, wire: NeighbourTransport, shard: tuple[Tensor, ...], needs: Needs, returning: int) -> None:
+    def __init__(
+        self,
+        wire: NeighbourTransport,
+        shard: tuple[Tensor, ...],
+        needs: Needs,
+        returning: int,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
         self._wire, self._shard, self._needs = wire, shard, needs
         self._source = wire.rank
         dtype = accumulate_dtype(shard[0].dtype)
+        self._on_wire = gradient_dtype or dtype
         self._own = tuple(x.new_zeros(x.shape, dtype=dtype) for x in shard[:returning])
         self._sums: dict[int, Tensor] = {}  # of others' rows that are seen here, flat
 
@@ -97,8 +108,11 @@ class GatheredPassage(Passage):
         rank = self._wire.rank
         # The next rank first: sums are formed in the order in which a ring forms them.
         viewers = self._viewers()[::-1]
-        arriving = {viewer: self._own[0].new_empty(self._gradients_of(viewer, rank).numel) for viewer in viewers}
-        sends = [(self._sums[source], source) for source in self._sources()]
+        arriving = {
+            viewer: self._own[0].new_empty(self._gradients_of(viewer, rank).numel, dtype=self._on_wire)
+            for viewer in viewers
+        }
+        sends = [(self._sums[source].to(self._on_wire), source) for source in self._sources()]
         receives = [(buffer, viewer) for viewer, buffer in arriving.items()]
         if sends or receives:
             self._wire.exchange(sends, receives).wait()

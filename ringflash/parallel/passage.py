@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
@@ -35,17 +36,26 @@ class NeighbourTransport(Transport):
     def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
         """Start sending and receiving flat tensors, none of them empty; at most one each way between two ranks."""
 
-    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0) -> Passage:
-        return NeighbourPassage(self, shard, needs, returning)
+    def stream(
+        self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None
+    ) -> Passage:
+        return NeighbourPassage(self, shard, needs, returning, gradient_dtype)
 
 
 class NeighbourPassage(Passage):
     """Own shard, then the shard of rank - 1, rank - 2, ... while anybody in the ring needs one."""
 
-    def __init__(self, wire: NeighbourTransport, shard: tuple[Tensor, ...], needs: Needs, returning: int) -> None:
+    def __init__(
+        self,
+        wire: NeighbourTransport,
+        shard: tuple[Tensor, ...],
+        needs: Needs,
+        returning: int,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
         self._wire, self._shard, self._needs = wire, shard, needs
         self._source = wire.rank  # whose shard is here now
-        self._sums = Sums(wire, shard[:returning], needs) if returning else None
+        self._sums = Sums(wire, shard[:returning], needs, gradient_dtype) if returning else None
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         rank, needs = self._wire.rank, self._needs
@@ -109,9 +119,16 @@ class NeighbourPassage(Passage):
 class Sums:
     """The gradients of a pass: those of own rows stay at home, those of others' follow their shard and are sent home."""
 
-    def __init__(self, wire: NeighbourTransport, shard: tuple[Tensor, ...], needs: Needs) -> None:
+    def __init__(
+        self,
+        wire: NeighbourTransport,
+        shard: tuple[Tensor, ...],
+        needs: Needs,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
         self._wire, self._shard, self._needs = wire, shard, needs
         dtype = accumulate_dtype(shard[0].dtype)
+        self._on_wire = gradient_dtype or dtype
         self._own = tuple(x.new_zeros(x.shape, dtype=dtype) for x in shard)
         self._total: Tensor | None = None  # over the ranks so far, of the shard that is here
         self._flight: InFlight | None = None  # what the last hop sent and receives
@@ -128,6 +145,9 @@ class Sums:
     def _gathered(self, source: int, hop: int) -> Parcel:
         return Parcel.of(self._needs.gathered(source, hop), self._shard)
 
+    def _buffer(self, source: int, hop: int) -> Tensor:
+        return self._own[0].new_empty(self._gathered(source, hop).numel, dtype=self._on_wire)
+
     def _sum_here(self, source: int, hop: int) -> Tensor:
         if self._total is None:
             self._total = self._own[0].new_zeros(self._gathered(source, hop).numel)
@@ -142,14 +162,14 @@ class Sums:
         if needs.gathered(source, hop) != NOTHING:
             total = self._sum_here(source, hop)
             self._add_arrived(source, hop, total)
-            sends.append((total, source if hop == needs.last(source) else (rank + 1) % ranks))
+            sends.append((total.to(self._on_wire), source if hop == needs.last(source) else (rank + 1) % ranks))
         self._total, self._arriving = None, None
         # What the rank before sends on at this hop belongs to the shard that comes next.
         if needs.gathered(coming, hop) != NOTHING and hop < needs.last(coming):
-            self._arriving = self._own[0].new_empty(self._gathered(coming, hop).numel)
+            self._arriving = self._buffer(coming, hop)
             receives.append((self._arriving, (rank - 1) % ranks))
         if needs.gathered(rank, hop) != NOTHING and hop == needs.last(rank):
-            self._returning = self._own[0].new_empty(self._gathered(rank, hop).numel)
+            self._returning = self._buffer(rank, hop)
             receives.append((self._returning, (rank + hop) % ranks))
         if sends or receives:
             self._flight = self._wire.exchange(sends, receives)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from ringflash.schedule.needs import Needs
@@ -72,12 +73,15 @@ class Transport(ABC):
         self.agreed: dict[object, None] = {}  # calls whose shapes all ranks have compared; see Ring.agree
 
     @abstractmethod
-    def stream(self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0) -> Passage:
+    def stream(
+        self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None
+    ) -> Passage:
         """Bring to every rank what it sees of the others' shards, the next always on its way during compute.
 
         shard: this rank's tensors, of one dtype, rows on axis 1.
         needs: the same on every rank.
         returning: of so many tensors, the first ones, gradients of what was seen come home, in their accumulate type.
+        gradient_dtype: what those are rounded to on the wire; None is the accumulate type, which rounds nothing.
         """
 
     @abstractmethod

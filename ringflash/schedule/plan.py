@@ -170,7 +170,15 @@ class Plan:
         return [replace(self, rank=rank) for rank in range(self.ranks)]
 
     def queries_bytes(
-        self, *, batch: int, query_heads: int, head_dim: int, value_dim: int, itemsize: int, gradient_itemsize: int = 4
+        self,
+        *,
+        batch: int,
+        query_heads: int,
+        head_dim: int,
+        value_dim: int,
+        itemsize: int,
+        statistic_itemsize: int = 4,
+        gradient_itemsize: int = 4,
     ) -> int:
         """Bytes that this rank sends in one backward pass in which queries travel: q, the gradient of out, lse and delta
         of the rows that see keys of somebody after it, and dq of others' rows.
@@ -179,7 +187,7 @@ class Plan:
         sent = [needs.onward((self.rank - hop) % self.ranks, hop + 1) for hop in range(needs.hops)]
         returned = [needs.gathered((self.rank - hop) % self.ranks, hop) for hop in range(1, needs.hops + 1)]
         travelling = _bytes_of_row(batch, query_heads, head_dim, value_dim, itemsize)
-        statistics = batch * query_heads * 2 * gradient_itemsize
+        statistics = batch * query_heads * 2 * statistic_itemsize
         gradients = _bytes_of_row(batch, query_heads, head_dim, 0, gradient_itemsize)
         return _count(sent) * (travelling + statistics) + _count(returned) * gradients
 
