@@ -16,6 +16,7 @@ from torch import Tensor
 from ringflash.kernels.backend import Backend, Rows
 from ringflash.kernels.partial import Partial, accumulate_dtype, heads_first, sinks_gradient
 from ringflash.kernels.score import Score
+from ringflash.parallel.kept import kept
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.plan import Plan
 
@@ -120,15 +121,21 @@ class RingAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work) -> tuple[Tensor, Tensor]:
-        with _as_given(q):
-            partial = forward_pass(q, k, v, work)
-            if sinks is not None:
-                partial.add_sinks(sinks)
-        out = partial.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, partial.lse)
+        results = kept()
+        if results is not None and results.next is not None:
+            out, lse = results.take(q)
+        else:
+            with _as_given(q):
+                partial = forward_pass(q, k, v, work)
+                if sinks is not None:
+                    partial.add_sinks(sinks)
+            out, lse = partial.out.to(q.dtype), partial.lse
+            if results is not None:
+                results.keep(out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.work = work
         ctx.set_materialize_grads(False)
-        return out, partial.lse
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

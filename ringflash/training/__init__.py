@@ -1,5 +1,6 @@
 """Helpers for training on sharded sequences."""
 
+from ringflash.parallel.kept import keep_attention
 from ringflash.training.batch import Packing, documents, position_ids, shard_batch, shift_labels
 from ringflash.training.chunked_loss import linear_cross_entropy
 from ringflash.training.loss import BatchTokens, count_tokens, token_loss
@@ -10,6 +11,7 @@ __all__ = [
     "Packing",
     "count_tokens",
     "documents",
+    "keep_attention",
     "linear_cross_entropy",
     "position_ids",
     "sequence_sums",
