@@ -16,6 +16,7 @@ from ringflash.kernels.score import Score
 from ringflash.kernels.table import KernelTable, MaskKind, length_class
 from ringflash.parallel.function import RingAttentionFunction, Route, Work, last_stride_one
 from ringflash.parallel.inprocess import Alone
+from ringflash.parallel.kept import kept
 from ringflash.ring import Ring, check_plain
 from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Contiguous
@@ -91,7 +92,8 @@ def attention(
         if (reason := chosen.refuses_mask(the_plan)) is not None:
             raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
     chosen_route = _route(q, k, v, plans, backward, route, ring) if is_trained else "keys"
-    if ring is not None:
+    before = kept()
+    if ring is not None and (before is None or not before.is_again):
         facts = _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained)
         ring.agree("attention", {**facts, "route": chosen_route, "gradient_dtype": str(ring.gradient_dtype)})
     wire, on_wire = (Alone(), None) if ring is None else (ring.transport, ring.gradient_dtype)

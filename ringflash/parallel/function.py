@@ -122,8 +122,9 @@ class RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work) -> tuple[Tensor, Tensor]:
         results = kept()
-        if results is not None and results.next is not None:
-            out, lse = results.take(q)
+        before = None if results is None else results.found(q)
+        if before is not None:
+            out, lse = before
         else:
             with _as_given(q):
                 partial = forward_pass(q, k, v, work)

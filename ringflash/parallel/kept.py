@@ -12,17 +12,34 @@ from torch import Tensor
 
 @dataclass
 class Kept:
-    """(out, lse, their versions) of the calls inside one checkpoint, in the order in which they are made."""
+    """(out, lse, their versions) of the calls inside one checkpoint, in the order in which they are made.
 
+    outer: of the checkpoint around this one, if that keeps too: what runs for the first time in here may run again there.
+    next: of the next result to hand out while the checkpoint is recomputed; None while it runs for the first time.
+    """
+
+    outer: Kept | None = None
     results: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
-    # Of the next result to hand out while the checkpoint is recomputed; None while it runs for the first time.
     next: int | None = None
 
     def keep(self, out: Tensor, lse: Tensor) -> None:
-        self.results.append((out.detach(), lse.detach(), out._version + lse._version))
+        self._note(out, lse)
+        if self.outer is not None:
+            self.outer.keep(out, lse)
 
-    def take(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """What the same call gave the first time."""
+    def _note(self, out: Tensor, lse: Tensor) -> None:
+        self.results.append((out.detach(), lse.detach(), _version(out, lse)))
+
+    def found(self, q: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What the same call gave before, here or around; None if it has not been made yet."""
+        if self.next is not None:
+            return self._take(q)
+        result = None if self.outer is None else self.outer.found(q)
+        if result is not None:
+            self._note(*result)
+        return result
+
+    def _take(self, q: Tensor) -> tuple[Tensor, Tensor]:
         assert self.next is not None, "results are taken while a checkpoint is recomputed"
         if self.next == len(self.results):
             raise RuntimeError(
@@ -35,11 +52,21 @@ class Kept:
                 f"keep_attention: in recomputation q has shape {tuple(q.shape)}, where the first run's attention gave "
                 f"{tuple(out.shape)}; both must make the same calls in the same order"
             )
-        if out._version + lse._version != version:
+        if _version(out, lse) != version:
             raise RuntimeError(
                 "keep_attention: a result of attention was changed in place inside the checkpoint; change a copy"
             )
         return out.detach(), lse.detach()
+
+    @property
+    def is_again(self) -> bool:
+        """Whether calls get what they gave before, and send nothing."""
+        return self.next is not None or (self.outer is not None and self.outer.is_again)
+
+
+def _version(out: Tensor, lse: Tensor) -> int:
+    """Grows when one of them is changed in place; inference tensors do not count, and are in no graph."""
+    return 0 if out.is_inference() else out._version + lse._version
 
 
 _KEPT: ContextVar[Kept | None] = ContextVar("ringflash_kept", default=None)
@@ -55,16 +82,18 @@ class _Keeping(AbstractContextManager[None]):
 
     def __init__(self, results: Kept, *, is_again: bool) -> None:
         self._results, self._is_again = results, is_again
-        self._tokens: list[Token[Kept | None]] = []
+        self._before: list[tuple[Token[Kept | None], int | None]] = []
 
     def __enter__(self) -> None:
+        # A backward inside the first run recomputes, and the first run goes on after it.
+        self._before.append((_KEPT.set(self._results), self._results.next))
         self._results.next = 0 if self._is_again else None
-        self._tokens.append(_KEPT.set(self._results))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _KEPT.reset(self._tokens.pop())
+        token, self._results.next = self._before.pop()
+        _KEPT.reset(token)
 
 
 def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -73,8 +102,8 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
         checkpoint(layer, x, use_reentrant=False, context_fn=ringflash.training.keep_attention)
 
     Recomputation then sends nothing and forms no score again, for `B S Hq (Dv e + 4)` bytes per call and rank, e the bytes
-    of an element. It raises RuntimeError where the recomputed calls are others than the first, or where a result was
-    changed in place in between.
+    of an element; a checkpoint around it that keeps too holds them as long as itself. RuntimeError is raised where the
+    recomputed calls are others than the first, or where a result was changed in place in between.
     """
-    results = Kept()
+    results = Kept(outer=kept())
     return _Keeping(results, is_again=False), _Keeping(results, is_again=True)

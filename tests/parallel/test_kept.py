@@ -96,6 +96,72 @@ def test_nothing_is_kept_outside_of_a_checkpoint_and_checkpoints_do_not_mix():
     assert len(calls) == 6
 
 
+def exchanges(ring, is_kept, how):
+    """How often this rank sends in backward, and the gradient, of one attention in checkpoints within checkpoints."""
+    generator = torch.Generator().manual_seed(1)
+    x = ring.shard(torch.randn(1, 12, 2, 4, generator=generator, dtype=torch.float64)).requires_grad_()
+    options = {"use_reentrant": False, "context_fn": keep_attention}
+
+    def attend(t):
+        return rf.attention(t, t, t, ring=ring, mask=rf.Causal()).sin()
+
+    def around(t):
+        return checkpoint(attend, t, **options).sin()
+
+    def with_evaluation(t):
+        with torch.inference_mode():
+            total = attend(t.detach()).sum().item()
+        return attend(t) * total
+
+    layer = {"nested": around, "evaluation": with_evaluation, "alone": attend}[how]
+    y = checkpoint(layer, x, **options) if is_kept else layer(x)
+    events = []
+    note_messages(ring.transport, events)
+    y.sum().backward()
+    return x.grad, len(events)
+
+
+@pytest.mark.parametrize("how", ["alone", "nested", "evaluation"])
+def test_checkpoints_within_checkpoints_and_evaluation_send_nothing_either(how):
+    one = in_process(3, rf.Zigzag(), exchanges, False, how)
+    other = in_process(3, rf.Zigzag(), exchanges, True, how)
+    for (plain, sent), (kept, sent_again) in zip(one, other, strict=True):
+        assert torch.equal(plain, kept) and sent == sent_again
+
+
+def test_a_backward_inside_the_first_run_does_not_end_it():
+    def inner(u):
+        return rf.attention(u.sin(), u, u).sin()
+
+    def layer(x):
+        t = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(checkpoint(inner, t, use_reentrant=False).sum(), t)
+        return (inner(x) * g).sin()
+
+    x = torch.randn(1, 6, 2, 4, dtype=torch.float64, requires_grad=True)
+    gradients = [
+        torch.autograd.grad(checkpoint(layer, x, use_reentrant=False, **options).sum(), x)[0]
+        for options in ({}, {"context_fn": keep_attention})
+    ]
+    assert torch.equal(*gradients)
+
+
+def compared_always(ring):
+    calls = []
+    gather = ring.transport.all_gather_object
+    ring.transport.all_gather_object = lambda value: calls.append(value) or gather(value)
+    ring = rf.Ring(layout=ring.layout, transport=ring.transport, check="always")
+    x = torch.randn(1, 4, 2, 4, dtype=torch.float64).requires_grad_()
+    y = checkpoint(lambda t: rf.attention(t, t, t, ring=ring), x, use_reentrant=False, context_fn=keep_attention)
+    before = len(calls)
+    y.sum().backward()
+    return before, len(calls)
+
+
+def test_recomputed_calls_are_not_compared_among_the_ranks_again():
+    assert in_process(2, rf.Zigzag(), compared_always) == [(1, 1)] * 2
+
+
 def test_a_result_changed_in_place_is_an_error():
     def layer(x):
         out = rf.attention(x, x, x)
