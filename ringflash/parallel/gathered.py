@@ -83,11 +83,7 @@ class GatheredPassage(Passage):
         return Parcel.of(self._needs.seen(self._wire.rank, source), self._shard)
 
     def _message(self, rows: slice) -> Tensor:
-        parcel = Parcel.of(rows, self._shard)
-        message = self._shard[0].new_empty(parcel.numel)
-        for view, x in zip(parcel.views(message, rows), self._shard, strict=True):
-            view.copy_(x[:, rows])
-        return message
+        return Parcel.of(rows, self._shard).filled(x[:, rows] for x in self._shard)
 
     def _gradients_of(self, viewer: int, source: int) -> Parcel:
         return Parcel.of(self._needs.seen(viewer, source), self._own)
@@ -120,8 +116,7 @@ class GatheredPassage(Passage):
             totals = tuple(x.new_zeros(x.shape) for x in self._own)
             for viewer, buffer in arriving.items():
                 rows = self._needs.seen(viewer, rank)
-                for total, part in zip(totals, self._gradients_of(viewer, rank).views(buffer, rows), strict=True):
-                    total[:, rows] += part
+                self._gradients_of(viewer, rank).add(buffer, rows, (total[:, rows] for total in totals))
             for own, total in zip(self._own, totals, strict=True):
                 own += total
         return self._own

@@ -101,11 +101,7 @@ class NeighbourPassage(Passage):
         """`rows` of the shard that is here, flat: as it came where all of it goes on."""
         if hop > 0 and held is not None and self._needs.onward(self._source, hop) == rows:
             return held
-        parcel = Parcel.of(rows, self._shard)
-        message = self._shard[0].new_empty(parcel.numel)
-        for view, part in zip(parcel.views(message, rows), self._rows(hop, held, rows), strict=True):
-            view.copy_(part)
-        return message
+        return Parcel.of(rows, self._shard).filled(self._rows(hop, held, rows))
 
     def gradients(self) -> tuple[Tensor, ...]:
         assert self._sums is not None, "gradients() is for a returning passage"
@@ -185,7 +181,8 @@ class Sums:
         if rows == NOTHING:
             return
         assert self._arriving is not None, "what the rank before gathered was sent here"
-        self._add(self._gathered(source, hop).views(total, rows), self._gathered(source, hop - 1), self._arriving, rows)
+        here = self._gathered(source, hop).views(total, rows)
+        self._gathered(source, hop - 1).add(self._arriving, rows, here)
 
     def home(self) -> tuple[Tensor, ...]:
         """The sums of own rows over all ranks."""
@@ -193,10 +190,6 @@ class Sums:
         if self._returning is not None:
             rank = self._wire.rank
             rows = self._needs.gathered(rank, self._needs.last(rank))
-            here = tuple(own[:, rows] for own in self._own)
-            self._add(here, self._gathered(rank, self._needs.last(rank)), self._returning, rows)
+            parcel = self._gathered(rank, self._needs.last(rank))
+            parcel.add(self._returning, rows, (own[:, rows] for own in self._own))
         return self._own
-
-    def _add(self, here: tuple[Tensor, ...], parcel: Parcel, message: Tensor, rows: slice) -> None:
-        for total, part in zip(here, parcel.views(message, rows), strict=True):
-            total += part

@@ -7,7 +7,7 @@ inside the ring's group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -44,6 +44,20 @@ class Parcel:
             parts.append(whole[:, rows.start - self.start : rows.stop - self.start])
             begin += prod(shape)
         return tuple(parts)
+
+    def filled(self, parts: Iterable[Tensor]) -> Tensor:
+        """A message of these parts, of one tensor after another."""
+        parts = tuple(parts)
+        message = parts[0].new_empty(self.numel)
+        rows = slice(self.start, self.start + self.shapes[0][1])
+        for view, part in zip(self.views(message, rows), parts, strict=True):
+            view.copy_(part)
+        return message
+
+    def add(self, message: Tensor, rows: slice, totals: Iterable[Tensor]) -> None:
+        """Add `rows` of each tensor inside `message` to `totals`, which are of those rows."""
+        for total, part in zip(totals, self.views(message, rows), strict=True):
+            total += part
 
 
 class Passage(ABC):

@@ -5,6 +5,7 @@ Every rank computes the whole table from values that all share, so senders and r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -58,19 +59,23 @@ class Needs:
         """Hops after which nobody needs a shard any more: at most P - 1."""
         return max(self._last)
 
+    def sent(self, rank: int) -> int:
+        """Rows that `rank` sends in one pass."""
+        return _count(self.onward((rank - hop) % self.ranks, hop + 1) for hop in range(self.hops))
+
+    def sent_back(self, rank: int) -> int:
+        """Rows of gradients that `rank` sends in one pass."""
+        return _count(self.gathered((rank - hop) % self.ranks, hop) for hop in range(1, self.hops + 1))
+
     @cached_property
     def moved(self) -> int:
         """Rows that all ranks together send in one pass."""
-        return sum(part.stop - part.start for by_hop in self._onward for part in by_hop[1:])
+        return sum(self.sent(rank) for rank in range(self.ranks))
 
     @cached_property
     def returned(self) -> int:
         """Rows of gradients that all ranks together send in one pass."""
-        return sum(
-            self.gathered(source, hop).stop - self.gathered(source, hop).start
-            for source in range(self.ranks)
-            for hop in range(1, self.ranks)
-        )
+        return sum(self.sent_back(rank) for rank in range(self.ranks))
 
     @cached_property
     def _seen(self) -> list[list[slice]]:
@@ -107,6 +112,10 @@ class Needs:
 
 
 FAR = 2**31 - 1  # past every row
+
+
+def _count(rows: Iterable[slice]) -> int:
+    return sum(part.stop - part.start for part in rows)
 
 
 def _slices(first: Tensor, past: Tensor) -> list[list[slice]]:

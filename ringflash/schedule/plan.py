@@ -184,17 +184,14 @@ class Plan:
         of the rows that see keys of somebody after it, and dq of others' rows.
         """
         needs = self.turned.needs
-        sent = [needs.onward((self.rank - hop) % self.ranks, hop + 1) for hop in range(needs.hops)]
-        returned = [needs.gathered((self.rank - hop) % self.ranks, hop) for hop in range(1, needs.hops + 1)]
         travelling = _bytes_of_row(batch, query_heads, head_dim, value_dim, itemsize)
         statistics = batch * query_heads * 2 * statistic_itemsize
         gradients = _bytes_of_row(batch, query_heads, head_dim, 0, gradient_itemsize)
-        return _count(sent) * (travelling + statistics) + _count(returned) * gradients
+        return needs.sent(self.rank) * (travelling + statistics) + needs.sent_back(self.rank) * gradients
 
     def forward_bytes(self, *, batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
         """Bytes that this rank sends in one forward pass: of K and V, the rows that somebody after it sees."""
-        rows = [self.needs.onward((self.rank - hop) % self.ranks, hop + 1) for hop in range(self.hops)]
-        return _count(rows) * _bytes_of_row(batch, key_heads, head_dim, value_dim, itemsize)
+        return self.needs.sent(self.rank) * _bytes_of_row(batch, key_heads, head_dim, value_dim, itemsize)
 
     def backward_bytes(
         self, *, batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int, gradient_itemsize: int = 4
@@ -203,8 +200,8 @@ class Plan:
         keys = self.forward_bytes(
             batch=batch, key_heads=key_heads, head_dim=head_dim, value_dim=value_dim, itemsize=itemsize
         )
-        rows = [self.needs.gathered((self.rank - hop) % self.ranks, hop) for hop in range(1, self.hops + 1)]
-        return keys + _count(rows) * _bytes_of_row(batch, key_heads, head_dim, value_dim, gradient_itemsize)
+        row = _bytes_of_row(batch, key_heads, head_dim, value_dim, gradient_itemsize)
+        return keys + self.needs.sent_back(self.rank) * row
 
 
 def _bytes_of_row(batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
@@ -218,10 +215,6 @@ def _bytes_of_row(batch: int, key_heads: int, head_dim: int, value_dim: int, ite
     }
     b, h, d, dv, size = (integer(f"Plan: {name}", number) for name, number in numbers.items())
     return b * h * (d + dv) * size
-
-
-def _count(rows: list[slice]) -> int:
-    return sum(part.stop - part.start for part in rows)
 
 
 def plan(

@@ -81,4 +81,4 @@ class Turned:
         keys, here = cut(plan.layout, plan.length, plan.ranks).to(device), torch.full((1,), plan.rank, device=device)
         count = columns.stop - columns.start
         lo, hi = (keys.below(x, here)[0].sub_(columns.start).clamp_(0, count) for x in (lo, hi))
-        return tightened(lo, torch.maximum(lo, hi))
+        return tightened(lo, hi)
