@@ -332,6 +332,19 @@ def test_more_tiles_than_a_gpu_has_processors(target, dims, name):
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
+@pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][0] == "hopper"])
+@pytest.mark.parametrize("name", [name for name in LONG if LONG[name][0] != rf.Full()])
+def test_three_warpgroups_under_a_mask(target, name, monkeypatch):
+    """The choice of 12k tokens and more, at lengths the oracle can check; fewer would still take two."""
+    from ringflash.kernels.hopper import launch
+
+    monkeypatch.setattr(launch, "forward_warpgroups", lambda block, shape, tokens: 3)
+    mask, queries, keys = LONG[name]
+    problem = {"batch": 2, "queries": queries, "keys": keys, "heads": (4, 2), "dim": 64}
+    for rank in range(2):
+        check(target, *attend(target, problem, mask, ranks=2, rank=rank, layout=rf.Zigzag()))
+
+
 @pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][2] == "cuda"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (192, 128), (128, 256), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", LONG)
