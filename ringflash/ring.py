@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringflash.parallel.gathered import GatheredTransport
 from ringflash.parallel.inprocess import Alone
 from ringflash.parallel.peer import PeerTransport
+from ringflash.parallel.symmetric import SymmetricTransport
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Layout, Zigzag, cut, shard_positions
@@ -186,8 +187,10 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
         if group is not None:
             raise ValueError("Ring: group and a Transport instance exclude each other; the transport knows its ranks")
         return transport
-    if transport not in (None, "peer", "gathered"):
-        raise ValueError(f"Ring: transport = {transport!r}; must be None, 'peer', 'gathered' or a Transport")
+    if transport not in (None, "peer", "gathered", "symmetric"):
+        raise ValueError(
+            f"Ring: transport = {transport!r}; must be None, 'peer', 'gathered', 'symmetric' or a Transport"
+        )
     if group is None:
         if not dist.is_initialized():
             if dist.is_torchelastic_launched():
@@ -206,6 +209,8 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"Ring: group is {type(group).__name__}; must be a ProcessGroup, a 1-D DeviceMesh or None")
     wire = PeerTransport(group)
+    if transport == "symmetric" and wire.ranks > 1:
+        return SymmetricTransport(wire, wire.reach())
     return GatheredTransport(wire) if transport == "gathered" else wire
 
 

@@ -246,7 +246,7 @@ def test_a_group_and_a_transport_exclude_each_other(workers):
         (
             lambda: rf.Ring(transport="udp"),
             ValueError,
-            "transport = 'udp'; must be None, 'peer', 'gathered' or a Transport",
+            "transport = 'udp'; must be None, 'peer', 'gathered', 'symmetric' or a Transport",
         ),
         (lambda: rf.Ring().shard([1, 2]), TypeError, "shard: x is list; must be a tensor"),
         (lambda: rf.Ring().gather(None), TypeError, "gather: x is NoneType; must be a tensor"),

@@ -17,8 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from ringflash.parallel.lanes import HostLane, Lane, Reach, StreamLane
 from ringflash.parallel.passage import InFlight, Message, NeighbourTransport
 
 T = TypeVar("T")
@@ -33,6 +35,9 @@ class Alone(NeighbourTransport):
         super().__init__(rank=0, ranks=1)
 
     def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
+        raise AssertionError("a ring of one rank has no neighbour")
+
+    def reach(self) -> Reach:
         raise AssertionError("a ring of one rank has no neighbour")
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -89,6 +94,9 @@ class Member(NeighbourTransport):
             self._mail.put(self.rank, to, message.clone())
         return MailInFlight(self._mail, self.rank, receives)
 
+    def reach(self) -> Reach:
+        return MemberReach(self, self._mail.failed)
+
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         return self._everyone(x.clone())
 
@@ -99,6 +107,34 @@ class Member(NeighbourTransport):
         for rank in range(self.ranks):
             self._mail.put(self.rank, rank, value)
         return [self._mail.take(rank, self.rank) for rank in range(self.ranks)]
+
+
+class MemberReach(Reach):
+    """One process, one memory. On a GPU the ranks are streams of it, for tests of what happens in their order."""
+
+    def __init__(self, member: Member, failed: threading.Event) -> None:
+        self._member, self._failed = member, failed
+
+    def refuses(self, device: torch.device) -> str | None:
+        return None
+
+    def memory(self, size: int, device: torch.device) -> list[Tensor]:
+        everyone: list[Any] = self._member.all_gather_object(torch.empty(size, dtype=torch.uint8, device=device))
+        return everyone
+
+    def settle(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._member.all_gather_object(None)
+
+    def here(self, device: torch.device) -> Lane:
+        return StreamLane(torch.cuda.current_stream(device)) if device.type == "cuda" else self._host_lane()
+
+    def new_lane(self, device: torch.device) -> Lane:
+        return StreamLane(torch.cuda.Stream(device)) if device.type == "cuda" else self._host_lane()
+
+    def _host_lane(self) -> Lane:
+        return HostLane(self._member.rank, PATIENCE_S, self._failed.is_set)
 
 
 def run(ranks: int, function: Callable[[Member], T]) -> list[T]:

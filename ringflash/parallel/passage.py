@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
+from ringflash.parallel.lanes import Reach
 from ringflash.parallel.transport import Parcel, Passage, Transport
 from ringflash.schedule.needs import NOTHING, Needs
 
@@ -35,6 +36,10 @@ class NeighbourTransport(Transport):
     @abstractmethod
     def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
         """Start sending and receiving flat tensors, none of them empty; at most one each way between two ranks."""
+
+    @abstractmethod
+    def reach(self) -> Reach:
+        """The memory of these ranks, for transports that write it."""
 
     def stream(
         self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None

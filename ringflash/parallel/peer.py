@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringflash.parallel.lanes import Reach
 from ringflash.parallel.passage import InFlight, Message, NeighbourTransport
+from ringflash.parallel.reach import GroupReach
 
 
 class PeerInFlight(InFlight):
@@ -50,6 +52,9 @@ class PeerTransport(NeighbourTransport):
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x, to in sends]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x, source in receives]
         return PeerInFlight(self.rank, dist.batch_isend_irecv(ops) if ops else [], sends, receives)
+
+    def reach(self) -> Reach:
+        return GroupReach(self.group)
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         # As bytes, because not every backend takes every type; padded to the longest, because it wants equal lengths.

@@ -68,6 +68,12 @@ class Needs:
         return _count(self.gathered((rank - hop) % self.ranks, hop) for hop in range(1, self.hops + 1))
 
     @cached_property
+    def widest(self) -> int:
+        """The most rows that any rank sees of another one."""
+        others = ~torch.eye(self.ranks, dtype=torch.bool)
+        return int(((self.past - self.first) * others).amax())
+
+    @cached_property
     def moved(self) -> int:
         """Rows that all ranks together send in one pass."""
         return sum(self.sent(rank) for rank in range(self.ranks))

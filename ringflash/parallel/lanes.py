@@ -1,0 +1,152 @@
+"""Lanes: queues of copies and signals between the memories of ranks, which take no part of a GPU that computes.
+
+On a GPU a lane is a stream: copies run on copy engines, and signals are read and written by the stream's front end, so the
+host never waits and no multiprocessor moves data. On a CPU everything happens at once.
+
+A signal is one int32 that its sender sets to 1 and its receiver, who waits for that, back to 0. Nothing else is counted, so
+the same steps can be captured once and replayed for ever; a sender must know that the last signal was taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lane(ABC):
+    """Steps are taken in the order in which they are queued."""
+
+    @abstractmethod
+    def after(self, other: Lane) -> None:
+        """What is queued from here on waits for what `other` holds now."""
+
+    @abstractmethod
+    def put(self, to: Tensor, x: Tensor) -> None:
+        """Copy x into the memory `to`, here or on another rank; both alike in shape and type, x dense but for axis 0."""
+
+    @abstractmethod
+    def signal(self, flag: Tensor) -> None:
+        """Set a flag, here or on another rank, once all that was queued before is done."""
+
+    @abstractmethod
+    def take(self, flag: Tensor, sender: int) -> None:
+        """Wait for a flag of this rank that `sender` sets, and clear it."""
+
+
+class HostLane(Lane):
+    """Memory of a CPU that ranks share."""
+
+    def __init__(self, rank: int, patience_s: float, is_lost: Callable[[], bool]) -> None:
+        self._rank, self._patience_s, self._is_lost = rank, patience_s, is_lost
+
+    def after(self, other: Lane) -> None:
+        pass
+
+    def put(self, to: Tensor, x: Tensor) -> None:
+        to.copy_(x)
+
+    def signal(self, flag: Tensor) -> None:
+        assert not flag.item(), "the last signal was taken"
+        flag.fill_(1)
+
+    def take(self, flag: Tensor, sender: int) -> None:
+        since, nap = time.monotonic(), 0.0
+        while not flag.item():
+            time.sleep(nap)
+            nap = min(nap + 1e-5, 1e-3)
+            if (waited := time.monotonic() - since) > self._patience_s or self._is_lost():
+                raise RuntimeError(
+                    f"Ring: rank {self._rank} waited {waited:.0f} s for a signal of rank {sender}, which is gone, or "
+                    "computes for longer between two hops than the process group's timeout"
+                )
+        flag.zero_()
+
+
+class StreamLane(Lane):
+    """A stream of a GPU."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def after(self, other: Lane) -> None:
+        assert isinstance(other, StreamLane), "lanes of one rank are of one kind"
+        if other.stream != self.stream:
+            self.stream.wait_stream(other.stream)
+
+    def put(self, to: Tensor, x: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            if to.is_contiguous() and x.is_contiguous():
+                to.copy_(x, non_blocking=True)
+            else:  # a piece for each batch row: whatever is not dense is copied by a kernel
+                for row, x_row in zip(to, x, strict=True):
+                    row.copy_(x_row, non_blocking=True)
+
+    def signal(self, flag: Tensor) -> None:
+        _driver().write(self.stream, flag, 1)
+
+    def take(self, flag: Tensor, sender: int) -> None:
+        _driver().wait(self.stream, flag, 1)
+        _driver().write(self.stream, flag, 0)
+
+
+class Reach(ABC):
+    """Memory of other ranks that can be written from here, and the lanes to do it in."""
+
+    @abstractmethod
+    def refuses(self, device: torch.device) -> str | None:
+        """Why there is no such memory, or None; the same on every rank, all of which ask."""
+
+    @abstractmethod
+    def memory(self, size: int, device: torch.device) -> list[Tensor]:
+        """`size` bytes of every rank, by rank, as uint8; all ranks call. It lasts as long as the tensors do."""
+
+    @abstractmethod
+    def settle(self, device: torch.device) -> None:
+        """Afterwards all that any rank has queued is done; all ranks call. The host waits."""
+
+    @abstractmethod
+    def here(self, device: torch.device) -> Lane:
+        """The lane in which the caller computes."""
+
+    @abstractmethod
+    def new_lane(self, device: torch.device) -> Lane:
+        """A lane beside that one."""
+
+
+class Driver:
+    """The two calls of CUDA's driver that torch does not offer with both ends."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._write, self._wait = (_found(library, name) for name in ("cuStreamWriteValue32", "cuStreamWaitValue32"))
+
+    def write(self, stream: torch.cuda.Stream, flag: Tensor, value: int) -> None:
+        # Without flags: what came before is visible to all GPUs before the value is.
+        _check(self._write(stream.cuda_stream, flag.data_ptr(), value, 0), "cuStreamWriteValue32")
+
+    def wait(self, stream: torch.cuda.Stream, flag: Tensor, value: int) -> None:
+        _check(self._wait(stream.cuda_stream, flag.data_ptr(), value, 0), "cuStreamWaitValue32")
+
+
+def _found(library: ctypes.CDLL, name: str) -> Any:
+    """The newest form of a function: those with _v2 need no setting of the driver's."""
+    function = getattr(library, f"{name}_v2", None) or getattr(library, name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32]
+    return function
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        raise RuntimeError(f"Ring: {what} failed with CUresult {result}")
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Driver:
+    return Driver()
