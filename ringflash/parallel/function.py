@@ -49,9 +49,9 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
     # Sinks are merged after the last keys, and need what is there unrounded.
     final = work.plans[-1] if work.score.sinks is None else None
     for plan in work.plans:
-        for source, (k_s, v_s) in work.transport.stream((k, v), plan.needs):
-            is_last = plan is final and source == plan.last
-            partial = work.forward.forward(q, k_s, v_s, plan[source], work.score, into=partial, is_last=is_last)
+        for source, rows, (k_s, v_s) in work.transport.stream((k, v), plan.needs):
+            is_last, bounds = plan is final and source == plan.last, plan.part(source, rows)
+            partial = work.forward.forward(q, k_s, v_s, bounds, work.score, into=partial, is_last=is_last)
     return partial or Partial.empty(q, v.shape[-1])
 
 
@@ -69,10 +69,13 @@ def keys_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tupl
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
     sums: tuple[Tensor, ...] | None = None
     for plan in work.plans:
-        passage = work.transport.stream((k, v), plan.needs, returning=2, gradient_dtype=work.gradient_dtype)
-        for source, (k_s, v_s) in passage:
+        passage = work.transport.stream(
+            (k, v), plan.needs, returning=2, gradient_dtype=work.gradient_dtype, early=whole_tiles(plan.early)
+        )
+        for source, keys, (k_s, v_s) in passage:
             dk_s, dv_s = passage.gradients()
-            work.backward.backward(q, k_s, v_s, rows, plan[source], work.score, dq, dk_s, dv_s, work.deterministic)
+            bounds = plan.part(source, keys)
+            work.backward.backward(q, k_s, v_s, rows, bounds, work.score, dq, dk_s, dv_s, work.deterministic)
         home = passage.collect()
         sums = home if sums is None else tuple(a.add_(b) for a, b in zip(sums, home, strict=True))
     assert sums is not None, "a call has at least one plan"
@@ -87,21 +90,31 @@ def queries_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> t
     statistics = packed(rows.lse, rows.delta, q.dtype)
     for plan in work.plans:
         shard, needs = (q, rows.dout, statistics), plan.turned.needs
-        passage = work.transport.stream(shard, needs, returning=1, gradient_dtype=work.gradient_dtype)
-        for source, (q_s, dout_s, statistics_s) in passage:
+        passage = work.transport.stream(
+            shard, needs, returning=1, gradient_dtype=work.gradient_dtype, early=whole_tiles(plan.turned.early)
+        )
+        for source, queries, (q_s, dout_s, statistics_s) in passage:
             (dq_s,) = passage.gradients()
             lse_s, delta_s = unpacked(statistics_s, rows.lse.dtype)
             here = plan.turned.keys(source)
             # No out: a backend that reads it cannot take this route.
             rows_s = Rows(dout_s, dout_s, lse_s, delta_s, rows.has_dlse)
             work.backward.backward(
-                q_s, k[:, here], v[:, here], rows_s, plan.turned[source], work.score,
+                q_s, k[:, here], v[:, here], rows_s, plan.turned.part(source, queries), work.score,
                 dq_s, dk[:, here], dv[:, here], work.deterministic,
             )  # fmt: skip
         (home,) = passage.collect()
         dq = home if dq is None else dq.add_(home)
     assert dq is not None, "a call has at least one plan"
     return dq, dk, dv
+
+
+TILE = 128  # rows or keys of the largest tiles of any backend
+
+
+def whole_tiles(rows: int) -> int | None:
+    """As many rows in whole tiles: none is cut in two. None where there is not one."""
+    return rows // TILE * TILE or None
 
 
 def packed(lse: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:

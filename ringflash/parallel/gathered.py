@@ -25,8 +25,15 @@ class GatheredTransport(Transport):
         self.wire = wire
 
     def stream(
-        self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None
+        self,
+        shard: tuple[Tensor, ...],
+        needs: Needs,
+        *,
+        returning: int = 0,
+        gradient_dtype: torch.dtype | None = None,
+        early: int | None = None,
     ) -> Passage:
+        # Gradients go home when all are there, so there is nothing to keep own rows for.
         return GatheredPassage(self.wire, shard, needs, returning, gradient_dtype)
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -54,19 +61,20 @@ class GatheredPassage(Passage):
         self._own = tuple(x.new_zeros(x.shape, dtype=dtype) for x in shard[:returning])
         self._sums: dict[int, Tensor] = {}  # of others' rows that are seen here, flat
 
-    def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def __iter__(self) -> Iterator[tuple[int, slice, tuple[Tensor, ...]]]:
         rank, needs = self._wire.rank, self._needs
         sends = [(self._message(needs.seen(peer, rank)), peer) for peer in self._viewers()]
         buffers = {source: self._shard[0].new_empty(self._parcel(source).numel) for source in self._sources()}
         receives = [(buffer, source) for source, buffer in buffers.items()]
         in_flight = self._wire.exchange(sends, receives) if sends or receives else None
         if (own := needs.seen(rank, rank)) != NOTHING:
-            yield rank, tuple(x[:, own] for x in self._shard)
+            yield rank, own, tuple(x[:, own] for x in self._shard)
         if in_flight is not None:
             in_flight.wait()
         for source, buffer in buffers.items():
             self._source = source
-            yield source, self._parcel(source).views(buffer, needs.seen(rank, source))
+            seen = needs.seen(rank, source)
+            yield source, seen, self._parcel(source).views(buffer, seen)
 
     def _others(self) -> list[int]:
         return [(self._wire.rank - hop) % self._wire.ranks for hop in range(1, self._wire.ranks)]

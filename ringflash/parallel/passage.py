@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
 from ringflash.parallel.lanes import Reach
-from ringflash.parallel.transport import Parcel, Passage, Transport
+from ringflash.parallel.transport import Parcel, Passage, Transport, early_and_late, is_any
 from ringflash.schedule.needs import NOTHING, Needs
 
 # What is sent to, or received into from, a rank.
@@ -42,9 +42,15 @@ class NeighbourTransport(Transport):
         """The memory of these ranks, for transports that write it."""
 
     def stream(
-        self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None
+        self,
+        shard: tuple[Tensor, ...],
+        needs: Needs,
+        *,
+        returning: int = 0,
+        gradient_dtype: torch.dtype | None = None,
+        early: int | None = None,
     ) -> Passage:
-        return NeighbourPassage(self, shard, needs, returning, gradient_dtype)
+        return NeighbourPassage(self, shard, needs, returning, gradient_dtype, early)
 
 
 class NeighbourPassage(Passage):
@@ -57,12 +63,14 @@ class NeighbourPassage(Passage):
         needs: Needs,
         returning: int,
         gradient_dtype: torch.dtype | None,
+        early: int | None,
     ) -> None:
         self._wire, self._shard, self._needs = wire, shard, needs
-        self._source = wire.rank  # whose shard is here now
+        self._early, self._late = early_and_late(needs.seen(wire.rank, wire.rank), early)
+        self._source, self._rows = wire.rank, self._early  # what is here now
         self._sums = Sums(wire, shard[:returning], needs, gradient_dtype) if returning else None
 
-    def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def __iter__(self) -> Iterator[tuple[int, slice, tuple[Tensor, ...]]]:
         rank, needs = self._wire.rank, self._needs
         held: Tensor | None = None
         coming: tuple[Tensor | None, InFlight] | None = None
@@ -71,18 +79,21 @@ class NeighbourPassage(Passage):
                 held, in_flight = coming
                 in_flight.wait()
             self._source = (rank - hop) % self._wire.ranks
+            self._rows = needs.seen(rank, self._source) if hop else self._early
             # The next hop starts before anything is computed on this one.
             coming = self._pass_on(hop, held) if hop < needs.hops else None
-            seen = needs.seen(rank, self._source)
-            if seen != NOTHING:
-                yield self._source, self._rows(hop, held, seen)
+            if is_any(self._rows):
+                yield self._source, self._rows, self._parts(hop, held, self._rows)
             if self._sums is not None:
                 self._sums.pass_on(hop)
+        if is_any(self._late):
+            self._source, self._rows = rank, self._late
+            yield rank, self._late, self._parts(0, None, self._late)
 
     def _parcel(self, source: int, hop: int) -> Parcel:
         return Parcel.of(self._needs.onward(source, hop), self._shard)
 
-    def _rows(self, hop: int, held: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
+    def _parts(self, hop: int, held: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
         """`rows` of the shard that is here at this hop."""
         if hop == 0:
             return tuple(x[:, rows] for x in self._shard)
@@ -106,11 +117,11 @@ class NeighbourPassage(Passage):
         """`rows` of the shard that is here, flat: as it came where all of it goes on."""
         if hop > 0 and held is not None and self._needs.onward(self._source, hop) == rows:
             return held
-        return Parcel.of(rows, self._shard).filled(self._rows(hop, held, rows))
+        return Parcel.of(rows, self._shard).filled(self._parts(hop, held, rows))
 
     def gradients(self) -> tuple[Tensor, ...]:
         assert self._sums is not None, "gradients() is for a returning passage"
-        return self._sums.share(self._source)
+        return self._sums.share(self._source, self._rows)
 
     def collect(self) -> tuple[Tensor, ...]:
         assert self._sums is not None, "collect() is for a returning passage"
@@ -136,8 +147,7 @@ class Sums:
         self._arriving: Tensor | None = None  # the sum of the ranks before, of the shard that comes next
         self._returning: Tensor | None = None  # the sum of all other ranks, of own rows
 
-    def share(self, source: int) -> tuple[Tensor, ...]:
-        rows = self._needs.seen(self._wire.rank, source)
+    def share(self, source: int, rows: slice) -> tuple[Tensor, ...]:
         hop = (self._wire.rank - source) % self._wire.ranks
         if hop == 0:
             return tuple(x[:, rows] for x in self._own)

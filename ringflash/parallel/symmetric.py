@@ -20,7 +20,7 @@ from torch import Tensor
 from ringflash.kernels.partial import accumulate_dtype
 from ringflash.parallel.lanes import Lane, Reach
 from ringflash.parallel.passage import NeighbourTransport
-from ringflash.parallel.transport import Parcel, Passage, Transport
+from ringflash.parallel.transport import Parcel, Passage, Transport, early_and_late, is_any
 from ringflash.schedule.needs import NOTHING, Needs
 
 # What a flag says of a message from one rank to another.
@@ -78,11 +78,17 @@ class SymmetricTransport(Transport):
         self._last: dict[torch.device, Lane] = {}  # in which the last pass was
 
     def stream(
-        self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None
+        self,
+        shard: tuple[Tensor, ...],
+        needs: Needs,
+        *,
+        returning: int = 0,
+        gradient_dtype: torch.dtype | None = None,
+        early: int | None = None,
     ) -> Passage:
         if needs.hops and self.refuses(shard[0].device) is not None:
-            return self.wire.stream(shard, needs, returning=returning, gradient_dtype=gradient_dtype)
-        return SymmetricPassage(self, shard, needs, returning, gradient_dtype)
+            return self.wire.stream(shard, needs, returning=returning, gradient_dtype=gradient_dtype, early=early)
+        return SymmetricPassage(self, shard, needs, returning, gradient_dtype, early)
 
     def refuses(self, device: torch.device) -> str | None:
         """Why the ranks cannot write each other's memory, the same on all of them; asked once, together."""
@@ -151,9 +157,11 @@ class SymmetricPassage(Passage):
         needs: Needs,
         returning: int,
         gradient_dtype: torch.dtype | None,
+        early: int | None,
     ) -> None:
         self._rank, self._ranks, self._needs = transport.rank, transport.ranks, needs
-        self._shard, self._source = shard, transport.rank
+        self._early, self._late = early_and_late(needs.seen(self._rank, self._rank), early)
+        self._shard, self._source, self._rows = shard, transport.rank, self._early
         self._returns: Returns | None = None
         self._is_idle = needs.hops == 0  # nothing moves in the whole ring
         device, dtype = shard[0].device, shard[0].dtype
@@ -171,7 +179,7 @@ class SymmetricPassage(Passage):
             if not self._is_idle:
                 self._returns.open(self._memory, self._here, transport.lane(device, "sums"))
 
-    def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def __iter__(self) -> Iterator[tuple[int, slice, tuple[Tensor, ...]]]:
         rank, needs = self._rank, self._needs
         for hop in range(1, SLOTS + 1):
             self._offer(hop)
@@ -179,20 +187,23 @@ class SymmetricPassage(Passage):
             self._source = (rank - hop) % self._ranks
             # The next hop starts before anything is computed on this one.
             self._put(hop + 1)
-            seen = needs.seen(rank, self._source)
-            if seen != NOTHING:
+            self._rows = needs.seen(rank, self._source) if hop else self._early
+            if is_any(self._rows):
                 if hop > 0:
                     self._here.take(self._memory.flag(rank, FILLED, self._source), self._source)
-                yield self._source, self._rows(hop, seen)
+                yield self._source, self._rows, self._parts(hop, self._rows)
             if self._returns is not None:
                 self._returns.pass_on(hop)
             if hop > 0:  # own rows took no slot
                 self._offer(hop + SLOTS)
+        if is_any(self._late):
+            self._source, self._rows = rank, self._late
+            yield rank, self._late, self._parts(0, self._late)
         if not self._is_idle:
             # The caller may change its tensors, and give back their memory, when the pass is over.
             self._here.after(self._puts)
 
-    def _rows(self, hop: int, seen: slice) -> tuple[Tensor, ...]:
+    def _parts(self, hop: int, seen: slice) -> tuple[Tensor, ...]:
         if hop == 0:
             return tuple(x[:, seen] for x in self._shard)
         message = self._memory.slot(self._rank, hop, self._shard[0].dtype)
@@ -218,7 +229,7 @@ class SymmetricPassage(Passage):
 
     def gradients(self) -> tuple[Tensor, ...]:
         assert self._returns is not None, "gradients() is for a returning passage"
-        return self._returns.share(self._source)
+        return self._returns.share(self._source, self._rows)
 
     def collect(self) -> tuple[Tensor, ...]:
         assert self._returns is not None, "collect() is for a returning passage"
@@ -238,8 +249,7 @@ class Returns:
         self._memory, self._here, self._puts, self._is_open = memory, here, puts, True
         self._offer(1)
 
-    def share(self, source: int) -> tuple[Tensor, ...]:
-        rows = self._needs.seen(self._rank, source)
+    def share(self, source: int, rows: slice) -> tuple[Tensor, ...]:
         if source == self._rank:
             return tuple(x[:, rows] for x in self._own)
         parcel = Parcel.of(rows, self._own)

@@ -60,14 +60,23 @@ class Parcel:
             total += part
 
 
+def is_any(rows: slice) -> bool:
+    return bool(rows.stop > rows.start)
+
+
+def early_and_late(own: slice, early: int | None) -> tuple[slice, slice]:
+    """Own rows that are visited first, and last."""
+    cut = own.stop if early is None else min(own.start + early, own.stop)
+    return slice(own.start, cut), slice(cut, own.stop)
+
+
 class Passage(ABC):
     """One pass of shards around the ring: iterate it; in backward add into `gradients` meanwhile, then `collect`."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield (source, the rows that this rank sees of each tensor), own shard first; sources not seen are left out.
-
-        Tensors stay valid until the next one is asked for.
+    def __iter__(self) -> Iterator[tuple[int, slice, tuple[Tensor, ...]]]:
+        """Yield (source, rows of its shard, those rows of each tensor): all that this rank sees, own rows first, or first
+        and last. Tensors stay valid until the next ones are asked for.
         """
 
     @abstractmethod
@@ -88,7 +97,13 @@ class Transport(ABC):
 
     @abstractmethod
     def stream(
-        self, shard: tuple[Tensor, ...], needs: Needs, *, returning: int = 0, gradient_dtype: torch.dtype | None = None
+        self,
+        shard: tuple[Tensor, ...],
+        needs: Needs,
+        *,
+        returning: int = 0,
+        gradient_dtype: torch.dtype | None = None,
+        early: int | None = None,
     ) -> Passage:
         """Bring to every rank what it sees of the others' shards, the next always on its way during compute.
 
@@ -96,6 +111,8 @@ class Transport(ABC):
         needs: the same on every rank.
         returning: of so many tensors, the first ones, gradients of what was seen come home, in their accumulate type.
         gradient_dtype: what those are rounded to on the wire; None is the accumulate type, which rounds nothing.
+        early: of the own rows that are seen, so many come first, to compute on while others' are on their way; the rest
+            comes last, while gradients go home. None is all of them first.
         """
 
     @abstractmethod

@@ -61,6 +61,17 @@ class Plan:
             )
         return self._bounds[source]
 
+    def part(self, source: int, rows: slice) -> Bounds:
+        """`plan[source]` of some rows of its shard, all of them seen from here."""
+        return self[source].part(columns=_inside(rows, self.keys(source)))
+
+    @property
+    def early(self) -> int:
+        """Of the own keys that are seen, so many, the first ones, have about half of the work on all of them."""
+        own = self[self.rank]
+        # Under a causal mask key j of n is seen by n - j queries.
+        return int(own.columns * (1 - 0.5**0.5 if own.shape == "causal" else 0.5))
+
     def _shape(self, source: int) -> Shape:
         if self.mask == Full():
             return "full"
@@ -202,6 +213,10 @@ class Plan:
         )
         row = _bytes_of_row(batch, key_heads, head_dim, value_dim, gradient_itemsize)
         return keys + self.needs.sent_back(self.rank) * row
+
+
+def _inside(rows: slice, seen: slice) -> slice:
+    return slice(rows.start - seen.start, rows.stop - seen.start)
 
 
 def _bytes_of_row(batch: int, key_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:

@@ -70,6 +70,7 @@ class Bounds:
     column_ends: Callable[[torch.device], Ends] | None = None
     shape: Shape = "rows"
     _copies: Copies = field(default_factory=Copies)
+    _parts: dict[tuple[int, int, int, int], Bounds] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, columns: int) -> Bounds:
@@ -113,6 +114,27 @@ class Bounds:
         if self.column_ends is not None:
             return self.column_ends(device)
         return self._copies.get("columns", device, lambda: transpose(*self.to(device), self.columns))
+
+    def part(self, *, rows: slice | None = None, columns: slice | None = None) -> Bounds:
+        """Those rows and columns of it, counted from their own beginning; itself for all of them. Kept with it."""
+        rows, columns = rows or slice(0, self.rows), columns or slice(0, self.columns)
+        key = (rows.start, rows.stop, columns.start, columns.stop)
+        if key == (0, self.rows, 0, self.columns):
+            return self
+        if key not in self._parts:
+            self._parts[key] = Bounds(
+                rows=rows.stop - rows.start,
+                columns=columns.stop - columns.start,
+                ends=lambda device: self._ends_of(rows, columns, device),
+                positions=lambda: (self.positions()[0][rows], self.positions()[1][columns]),
+                shape="full" if self.shape == "full" else "rows",
+            )
+        return self._parts[key]
+
+    def _ends_of(self, rows: slice, columns: slice, device: torch.device) -> Ends:
+        count = columns.stop - columns.start
+        lo, hi = ((end[:, rows] - columns.start).clamp_(0, count) for end in self.to(device))
+        return tightened(lo, hi)
 
     def positions_to(self, device: torch.device) -> Ends:
         """The global positions on a device, int32."""

@@ -56,6 +56,18 @@ class Turned:
             )
         return self._bounds[source]
 
+    def part(self, source: int, rows: slice) -> Bounds:
+        """`turned[source]` of some rows of its queries, all of which come here."""
+        begin = self.queries(source).start
+        return self[source].part(rows=slice(rows.start - begin, rows.stop - begin))
+
+    @property
+    def early(self) -> int:
+        """Of the own queries that see own keys, so many, the first ones, have about half of the work of all of them."""
+        own = self[self.plan.rank]
+        # Under a causal mask query i sees i + 1 keys.
+        return int(own.rows * (0.5**0.5 if own.shape == "causal" else 0.5))
+
     def _shape(self, source: int, rows: slice, columns: slice) -> Shape:
         plan = self.plan
         if plan.mask == Full():
