@@ -77,6 +77,18 @@ class Rows:
     has_dlse: bool
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """Keys that are still on their way when a kernel is launched: cell i is of keys [i rows, (i + 1) rows).
+
+    flags: int32 [cells]; one that is not 0 says that all keys of its cell are there.
+    rows: a multiple of 128.
+    """
+
+    flags: Tensor
+    rows: int
+
+
 class Backend(ABC):
     """Attention of local queries over one source's keys, on one device.
 
@@ -89,6 +101,9 @@ class Backend(ABC):
     rounds_partials = False
     # Whether backward reads Rows.delta; kernels that form it themselves do not.
     reads_delta = True
+
+    # Whether forward takes `arrivals`.
+    waits = False
 
     @abstractmethod
     def refuses(self, call: Call) -> str | None:
@@ -113,6 +128,7 @@ class Backend(ABC):
 
         Sinks are left out: they are merged once, when all keys are done.
         is_last: no keys follow, so out may come back rounded to q's type, which spares a pass over it.
+        Backends that wait also take `arrivals`: Arrivals | None, for k and v that are still arriving.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from ringflash.kernels.backend import Backend, Rows
 from ringflash.kernels.partial import Partial, accumulate_dtype, heads_first, sinks_gradient
 from ringflash.kernels.score import Score
 from ringflash.parallel.kept import kept
-from ringflash.parallel.transport import Transport
+from ringflash.parallel.transport import Passage, Transport
 from ringflash.schedule.plan import Plan
 
 Route = Literal["keys", "queries"]
@@ -49,10 +49,20 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, work: Work) -> Partial:
     # Sinks are merged after the last keys, and need what is there unrounded.
     final = work.plans[-1] if work.score.sinks is None else None
     for plan in work.plans:
-        for source, rows, (k_s, v_s) in work.transport.stream((k, v), plan.needs):
-            is_last, bounds = plan is final and source == plan.last, plan.part(source, rows)
-            partial = work.forward.forward(q, k_s, v_s, bounds, work.score, into=partial, is_last=is_last)
+        passage = keys_come(k, v, plan, work)
+        arriving = {} if passage.arrivals is None else {"arrivals": passage.arrivals}
+        for source, rows, (k_s, v_s) in passage:
+            is_last, bounds = plan is final and source in (plan.last, None), plan.part(source, rows)
+            partial = work.forward.forward(q, k_s, v_s, bounds, work.score, into=partial, is_last=is_last, **arriving)
     return partial or Partial.empty(q, v.shape[-1])
+
+
+def keys_come(k: Tensor, v: Tensor, plan: Plan, work: Work) -> Passage:
+    """In one piece where the transport, the backend and the plan allow it, which a launch of one kernel is enough for."""
+    row_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.itemsize
+    if plan.hops and work.forward.waits and work.transport.lands(k.device) and plan.landing.fits(row_bytes):
+        return work.transport.landed((k, v), plan.landing)
+    return work.transport.stream((k, v), plan.needs)
 
 
 def backward_pass(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,6 +104,7 @@ def queries_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> t
             shard, needs, returning=1, gradient_dtype=work.gradient_dtype, early=whole_tiles(plan.turned.early)
         )
         for source, queries, (q_s, dout_s, statistics_s) in passage:
+            assert source is not None, "queries come shard by shard"
             (dq_s,) = passage.gradients()
             lse_s, delta_s = unpacked(statistics_s, rows.lse.dtype)
             here = plan.turned.keys(source)

@@ -18,36 +18,49 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
+from ringflash.parallel.landed import LandedPassage
 from ringflash.parallel.lanes import Lane, Reach
 from ringflash.parallel.passage import NeighbourTransport
 from ringflash.parallel.transport import Parcel, Passage, Transport, early_and_late, is_any
+from ringflash.schedule.landing import CELLS, MOST_BLOCKS, Landing
 from ringflash.schedule.needs import NOTHING, Needs
 
-# What a flag says of a message from one rank to another.
-FREE, FILLED, FREE_FOR_SUMS, SUMS_FILLED = range(4)
+# What a flag says of a message from one rank to another; the last ones, of each piece of what lands.
+FREE, FILLED, FREE_FOR_SUMS, SUMS_FILLED, LANDING_FREE, PIECE_THERE = range(6)
+MOST_PIECES = CELLS + MOST_BLOCKS  # of one rank on another
 SLOTS = 2  # one is computed with while the next is filled
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The same piece of memory of every rank, by rank: flags, slots for shards, and one for sums of gradients."""
+    """The same piece of memory of every rank, by rank: flags, slots for shards, and room for sums and for what lands."""
 
     blocks: list[Tensor]
     slot_bytes: int
     sums_bytes: int
+    landing_bytes: int
 
     @staticmethod
     def flags_bytes(ranks: int) -> int:
-        return _aligned(4 * 4 * ranks)
+        return _aligned(4 * (PIECE_THERE + MOST_PIECES) * ranks)
 
     @classmethod
-    def total_bytes(cls, ranks: int, slot_bytes: int, sums_bytes: int) -> int:
-        return cls.flags_bytes(ranks) + SLOTS * slot_bytes + sums_bytes
+    def total_bytes(cls, ranks: int, slot_bytes: int, sums_bytes: int, landing_bytes: int) -> int:
+        return cls.flags_bytes(ranks) + SLOTS * slot_bytes + sums_bytes + landing_bytes
+
+    def has_room(self, slot_bytes: int, sums_bytes: int, landing_bytes: int) -> bool:
+        return self.slot_bytes >= slot_bytes and self.sums_bytes >= sums_bytes and self.landing_bytes >= landing_bytes
 
     def flag(self, holder: int, what: int, other: int) -> Tensor:
         """The flag in memory of `holder` that `other` sets."""
         ranks = len(self.blocks)
-        return self.blocks[holder][: 4 * 4 * ranks].view(torch.int32)[what * ranks + other]
+        return self.blocks[holder][: self.flags_bytes(ranks)].view(torch.int32)[what * ranks + other]
+
+    def landing_is_free(self, holder: int, other: int) -> Tensor:
+        return self.flag(holder, LANDING_FREE, other)
+
+    def piece_is_there(self, holder: int, other: int, piece: int) -> Tensor:
+        return self.flag(holder, PIECE_THERE + piece, other)
 
     def slot(self, holder: int, hop: int, dtype: torch.dtype) -> Tensor:
         """Where `holder` gets the shard of this hop, flat."""
@@ -58,6 +71,11 @@ class Workspace:
         """Where `holder` gets sums for its own shard, flat."""
         begin = self.flags_bytes(len(self.blocks)) + SLOTS * self.slot_bytes
         return self.blocks[holder][begin : begin + self.sums_bytes].view(dtype)
+
+    def landing(self, holder: int, dtype: torch.dtype) -> Tensor:
+        """Where `holder` gets all that it sees, flat."""
+        begin = self.flags_bytes(len(self.blocks)) + SLOTS * self.slot_bytes + self.sums_bytes
+        return self.blocks[holder][begin : begin + self.landing_bytes].view(dtype)
 
 
 def _aligned(size: int) -> int:
@@ -104,19 +122,27 @@ class SymmetricTransport(Transport):
     def all_gather_object(self, value: object) -> list[object]:
         return self.wire.all_gather_object(value)
 
-    def workspace(self, device: torch.device, slot_bytes: int, sums_bytes: int) -> Workspace:
+    def lands(self, device: torch.device) -> bool:
+        return self.refuses(device) is None
+
+    def landed(self, shard: tuple[Tensor, ...], landing: Landing) -> Passage:
+        return LandedPassage(self, shard, landing)
+
+    def workspace(
+        self, device: torch.device, *, slot_bytes: int = 0, sums_bytes: int = 0, landing_bytes: int = 0
+    ) -> Workspace:
         """Memory with room for so much, kept from call to call; all ranks ask for the same, in the same order."""
         held = self._workspaces.get(device)
-        if held is not None and held.slot_bytes >= slot_bytes and held.sums_bytes >= sums_bytes:
+        if held is not None and held.has_room(slot_bytes, sums_bytes, landing_bytes):
             return held
         if is_capturing(device):
             raise RuntimeError(
                 "Ring: a CUDA graph is being captured, and transport 'symmetric' has no memory for messages of this size "
                 "yet; run the same call once before capturing"
             )
-        if held is not None:
-            slot_bytes, sums_bytes = max(slot_bytes, held.slot_bytes), max(sums_bytes, held.sums_bytes)
-        sizes = _aligned(slot_bytes), _aligned(sums_bytes)
+        before = (0, 0, 0) if held is None else (held.slot_bytes, held.sums_bytes, held.landing_bytes)
+        wanted = (slot_bytes, sums_bytes, landing_bytes)
+        sizes = tuple(_aligned(max(a, b)) for a, b in zip(wanted, before, strict=True))
         # Whatever still uses the old memory, here or elsewhere, is done before it goes.
         self.reach.settle(device)
         self._workspaces.pop(device, None)
@@ -169,7 +195,7 @@ class SymmetricPassage(Passage):
         if not self._is_idle:
             slot = needs.widest * _row_bytes(shard, dtype)
             sums = needs.widest * _row_bytes(shard[:returning], on_wire)
-            self._memory = transport.workspace(device, slot, sums)
+            self._memory = transport.workspace(device, slot_bytes=slot, sums_bytes=sums)
             self._here, self._puts = transport.begin(device), transport.lane(device, "shards")
             self._dense = tuple(x.contiguous() for x in shard)
             self._puts.after(self._here)

@@ -14,6 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ringflash.kernels.backend import Arrivals
+from ringflash.schedule.landing import Landing
 from ringflash.schedule.needs import Needs
 
 
@@ -73,10 +75,12 @@ def early_and_late(own: slice, early: int | None) -> tuple[slice, slice]:
 class Passage(ABC):
     """One pass of shards around the ring: iterate it; in backward add into `gradients` meanwhile, then `collect`."""
 
+    arrivals: Arrivals | None = None  # of tensors that are yielded before they are there
+
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[int, slice, tuple[Tensor, ...]]]:
+    def __iter__(self) -> Iterator[tuple[int | None, slice, tuple[Tensor, ...]]]:
         """Yield (source, rows of its shard, those rows of each tensor): all that this rank sees, own rows first, or first
-        and last. Tensors stay valid until the next ones are asked for.
+        and last; where everything lands together, once, without a source. Tensors stay valid until the next are asked for.
         """
 
     @abstractmethod
@@ -114,6 +118,14 @@ class Transport(ABC):
         early: of the own rows that are seen, so many come first, to compute on while others' are on their way; the rest
             comes last, while gradients go home. None is all of them first.
         """
+
+    def lands(self, device: torch.device) -> bool:
+        """Whether `landed` serves tensors there; the same on every rank."""
+        return False
+
+    def landed(self, shard: tuple[Tensor, ...], landing: Landing) -> Passage:
+        """Bring all that this rank sees in one piece, to a backend that waits for it."""
+        raise NotImplementedError(f"{type(self).__name__} brings shards one by one")
 
     @abstractmethod
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringflash.schedule.copies import Copies, moved, on_cpu
 from ringflash.schedule.integers import integer
+from ringflash.schedule.landing import Landing
 from ringflash.schedule.layout import LONGEST, Layout, cut, shard_positions
 from ringflash.schedule.mask import Causal, Full, Intersection, Mask, Past
 from ringflash.schedule.needs import NOTHING, Needs, needs
@@ -61,8 +62,10 @@ class Plan:
             )
         return self._bounds[source]
 
-    def part(self, source: int, rows: slice) -> Bounds:
-        """`plan[source]` of some rows of its shard, all of them seen from here."""
+    def part(self, source: int | None, rows: slice) -> Bounds:
+        """`plan[source]` of some rows of its shard, all of them seen from here; without a source, of all that lands."""
+        if source is None:
+            return self.landing.bounds.part(columns=rows)
         return self[source].part(columns=_inside(rows, self.keys(source)))
 
     @property
@@ -126,6 +129,11 @@ class Plan:
         shift = self.length - self.query_length
         return shard_positions(self.layout, self.query_length, self.rank, self.ranks) + shift
 
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Ends of each query's interval in global positions, inside [0, length], int32 [1 or B, Sq], on the CPU."""
+        return self._global_bounds
+
     @cached_property
     @on_cpu
     def _global_bounds(self) -> tuple[Tensor, Tensor]:
@@ -144,6 +152,11 @@ class Plan:
     def turned(self) -> Turned:
         """The same pairs seen from the keys that this rank holds, for a backward in which queries travel."""
         return Turned(self)
+
+    @cached_property
+    def landing(self) -> Landing:
+        """All keys that are seen from here as one sequence, and how it is put together."""
+        return Landing(self)
 
     @property
     def last(self) -> int | None:

@@ -154,7 +154,7 @@ def test_memory_is_kept_and_does_not_grow_with_ranks():
 
 
 def test_lengths_that_change_ask_for_memory_a_few_times_only():
-    sizes = {Workspace.total_bytes(2, aligned, 0) for aligned in map(symmetric_aligned, range(10_000, 20_000))}
+    sizes = {Workspace.total_bytes(2, aligned, 0, 0) for aligned in map(symmetric_aligned, range(10_000, 20_000))}
     assert len(sizes) <= 32
 
 
