@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from ringflash.kernels.backend import Rows
+from ringflash.kernels.backend import Arrivals, Rows
 from ringflash.kernels.hopper import launch
 from ringflash.kernels.hopper.tuning import MULTIPROCESSORS
 from ringflash.kernels.partial import Partial, row_statistic
@@ -52,6 +52,7 @@ class Variant:
     shape: Shape
     is_into: bool = False
     is_whole: bool = False  # forward: the last keys; backward: all keys
+    is_waiting: bool = False  # forward: for keys that arrive meanwhile
     dtype: torch.dtype = torch.bfloat16
     tokens: int = TOKENS
 
@@ -60,6 +61,7 @@ class Variant:
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}/{self.value_dim}"
         if self.direction == "forward":
             words = [("long", self.tokens == LONG), ("into", self.is_into), ("rounded", self.is_whole)]
+            words += [("waiting", self.is_waiting)]
         else:
             words = [("stored", self.is_whole)]
         modes = [word for word, is_so in words if is_so]
@@ -121,6 +123,7 @@ def variants(direction: str) -> Iterator[Variant]:
             yield Variant("forward", *dims, shape, is_into, is_whole)
         yield Variant("forward", 64, 64, "causal", is_into=True, tokens=LONG)
         yield Variant("forward", 128, 128, "rows", is_whole=True, dtype=torch.float16)  # compiles like bf16
+        yield Variant("forward", 128, 128, "rows", is_whole=True, is_waiting=True)
     else:
         for dims, shape, is_whole in BACKWARD:
             yield Variant("backward", *dims, shape, is_whole=is_whole)
@@ -210,7 +213,8 @@ def _forward(variant: Variant) -> None:
     q, k, v = _inputs(variant)
     into = Partial.unset(q, variant.value_dim) if variant.is_into else None
     score = Score().resolve(variant.head_dim)
-    launch.Hopper().forward(q, k, v, _bounds(variant), score, into, variant.is_whole)
+    arrivals = Arrivals(torch.zeros(2, dtype=torch.int32), 128) if variant.is_waiting else None
+    launch.Hopper().forward(q, k, v, _bounds(variant), score, into, variant.is_whole, arrivals)
 
 
 def _backward(variant: Variant) -> None:

@@ -49,6 +49,39 @@ def next_tile(counter_ptr, tiles):
     )
 
 
+# What a flag says is there was written by others, and is read by the copy engine of this multiprocessor: hence the acquire
+# of the whole system, and the fence between the two ways to memory. A rank that does not come for ten minutes is lost, and
+# the kernel ends with an error instead of never. Lane 0 decides, for the barriers that follow want the warp together.
+_AWAIT = gl.constexpr("""{
+ .reg .pred p, q; .reg .u32 v; .reg .u64 t0, t1;
+ mov.u64 t0, %globaltimer;
+WAIT:
+ ld.acquire.sys.global.u32 v, [$1];
+ shfl.sync.idx.b32 v, v, 0, 31, 0xffffffff;
+ setp.ne.u32 p, v, 0;
+ @p bra DONE;
+ mov.u64 t1, %globaltimer;
+ sub.u64 t1, t1, t0;
+ setp.gt.u64 q, t1, 600000000000;
+ @q trap;
+ nanosleep.u32 100;
+ bra WAIT;
+DONE:
+ bar.warp.sync 0xffffffff;
+ fence.proxy.async.global;
+ mov.u32 $0, v;
+}""")
+
+
+@gluon.jit
+def await_cell(flags_ptr, cell, seen):
+    """Wait until a flag is not 0, unless that has been seen; bit i of `seen` is for flag i. One warp calls."""
+    if ((seen >> cell) & 1) == 0:
+        gl.inline_asm_elementwise(_AWAIT, "=r,l", [(flags_ptr + cell).to(gl.int64)], gl.int32, is_pure=False, pack=1)
+        seen = seen | (1 << cell)
+    return seen
+
+
 @gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringflash.kernels.backend import Backend, Call, Rows
+from ringflash.kernels.backend import Arrivals, Backend, Call, Rows
 from ringflash.kernels.hopper.backward import backward_kernel, dq_columns, sum_columns
 from ringflash.kernels.hopper.backward_queries import queries_backward_kernel
 from ringflash.kernels.hopper.backward_queries import sum_columns as queries_columns
@@ -39,6 +39,7 @@ ROWS = 64  # of a tile that one warpgroup holds
 
 class Hopper(Backend):
     name = "hopper"
+    waits = True
 
     def refuses(self, call: Call) -> str | None:
         if call.device.type != "cuda" or not torch.cuda.is_available():
@@ -69,6 +70,7 @@ class Hopper(Backend):
         score: Score,
         into: Partial | None = None,
         is_last: bool = False,
+        arrivals: Arrivals | None = None,
     ) -> Partial:
         B, Sq, Hq, D = q.shape
         Sk, Hk, Dv = v.shape[1:]
@@ -93,11 +95,12 @@ class Hopper(Backend):
                 described(q, ROWS, block_d), described(k, block_k, block_d), values,
                 values if way == "direct" else described(partial.out, ROWS, block_dv, is_written=True),
                 described(before, ROWS, block_dv) if into is not None and way == "own" else values,
-                partial.out, before, partial.lse, lo, hi, _counter(q.device), batch_stride(lo),
+                partial.out, before, partial.lse, lo, hi, _counter(q.device),
+                lo if arrivals is None else arrivals.flags, 0 if arrivals is None else arrivals.rows, batch_stride(lo),
                 B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
                 BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
                 ROUNDED=is_last, WAY=way,
-                TAKE_TURNS=takes_turns(warpgroups, bounds.shape), WARPGROUPS=warpgroups,
+                TAKE_TURNS=takes_turns(warpgroups, bounds.shape), WAITS=arrivals is not None, WARPGROUPS=warpgroups,
                 num_warps=4, maxnreg=168 if warpgroups == 2 else 128,
             )  # fmt: skip
         return partial
