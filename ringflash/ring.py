@@ -37,9 +37,11 @@ class Ring:
         where torch.distributed is not initialised. Ring creates no group; sub-groups of a larger job are fine, and
         `rank` counts inside the group.
     layout: how a sequence is cut; Zigzag balances causal attention.
-    transport: "peer", send and receive between neighbours, hop by hop (the default); "gathered", everything at once between
-        all pairs, which is faster for short shards and takes memory for all of them; or a Transport, in which case group
-        stays None.
+    transport: "peer", send and receive between neighbours, hop by hop (the default); "symmetric", ranks of one host that
+        put what is seen into each other's memory, on GPUs by copy engines, and short sequences under one launch of a
+        kernel (see docs/decisions/0019 and 0021; where memory cannot be shared a warning says why, and "peer" serves);
+        "gathered", everything at once between all pairs, which takes memory for all of them; or a Transport, in which
+        case group stays None.
     gradient_dtype: torch.bfloat16 halves the bytes of gradients that travel in backward, and rounds their
         sums at every hop; None, the default, sends them in fp32 (fp64 for fp64). In bf16 the relative error of dk and dv (of
         dq, where queries travel) grows by 0.9e-3, 1.7e-3, 3.0e-3 and 4.8e-3 on 2, 4, 8 and 16 ranks, with "gathered" by

@@ -124,7 +124,7 @@ class MemberReach(Reach):
 
     def settle(self, device: torch.device) -> None:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).record_event().synchronize()
         self._member.all_gather_object(None)
 
     def here(self, device: torch.device) -> Lane:

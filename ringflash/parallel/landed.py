@@ -28,8 +28,8 @@ class LandedPassage(Passage):
         self._shard = tuple(x.contiguous() for x in shard)
         device = shard[0].device
         size = Parcel.of(slice(0, landing.most_rows), shard).numel * shard[0].itemsize
-        self._memory = transport.workspace(device, landing_bytes=size)
         self._here = transport.begin(device)
+        self._memory = transport.workspace(device, landing_bytes=size)
         self._puts, self._told = transport.lane(device, "shards"), transport.lane(device, "arrivals")
         rows, size = landing.rows(self._rank), landing.cell_rows(self._rank)
         self.arrivals = self._arrivals = Arrivals(torch.zeros(-(-rows // size), dtype=torch.int32, device=device), size)

@@ -109,7 +109,7 @@ class Reach(ABC):
 
     @abstractmethod
     def settle(self, device: torch.device) -> None:
-        """Afterwards all that any rank has queued is done; all ranks call. The host waits."""
+        """Afterwards all that any rank has queued in its caller's lane is done; all ranks call. The host waits."""
 
     @abstractmethod
     def here(self, device: torch.device) -> Lane:

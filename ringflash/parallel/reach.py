@@ -65,7 +65,7 @@ class GroupReach(Reach):
 
     def settle(self, device: torch.device) -> None:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).record_event().synchronize()
         self._everyone(None)
 
     def here(self, device: torch.device) -> Lane:

@@ -143,7 +143,7 @@ class SymmetricTransport(Transport):
         before = (0, 0, 0) if held is None else (held.slot_bytes, held.sums_bytes, held.landing_bytes)
         wanted = (slot_bytes, sums_bytes, landing_bytes)
         sizes = tuple(_aligned(max(a, b)) for a, b in zip(wanted, before, strict=True))
-        # Whatever still uses the old memory, here or elsewhere, is done before it goes.
+        # Whatever still uses the old memory, here or elsewhere, is done before it goes: it came before in the caller's lane.
         self.reach.settle(device)
         self._workspaces.pop(device, None)
         del held
@@ -195,8 +195,8 @@ class SymmetricPassage(Passage):
         if not self._is_idle:
             slot = needs.widest * _row_bytes(shard, dtype)
             sums = needs.widest * _row_bytes(shard[:returning], on_wire)
-            self._memory = transport.workspace(device, slot_bytes=slot, sums_bytes=sums)
             self._here, self._puts = transport.begin(device), transport.lane(device, "shards")
+            self._memory = transport.workspace(device, slot_bytes=slot, sums_bytes=sums)
             self._dense = tuple(x.contiguous() for x in shard)
             self._puts.after(self._here)
         if returning:
@@ -304,7 +304,8 @@ class Returns:
 
     def _put(self, source: int, total: Tensor) -> None:
         leaving = total.to(self._on_wire)
-        self._here.after(self._puts)  # what left before is gone, and its memory may be used again
+        if self._leaving is not None:  # what left before is gone, and its memory may be used again
+            self._here.after(self._puts)
         self._leaving = leaving
         self._puts.after(self._here)
         self._puts.take(self._memory.flag(self._rank, FREE_FOR_SUMS, source), source)
@@ -324,8 +325,9 @@ class Returns:
         """The sums of own rows over all ranks."""
         if self._is_open:
             self._add(self._needs.hops)
-            self._here.after(self._puts)
-            self._leaving = None
+            if self._leaving is not None:
+                self._here.after(self._puts)
+                self._leaving = None
         return self._own
 
 

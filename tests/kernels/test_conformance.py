@@ -511,6 +511,28 @@ def test_into_equals_merging_afterwards(target):
 
 
 @pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "deterministic"])
+def test_gradients_go_to_rows_of_longer_memory(target, deterministic):
+    """As rings give them: some rows of a shard, in every batch row; what lies around them stays."""
+    _, dtype, device = target
+    x = draw(batch=2, queries=40, keys=50, heads=(4, 2), dim=16, dtype=dtype, device=device)
+    backend, score = get(target, 16, heads=(4, 2), deterministic=deterministic)
+    bounds = plan(rf.Causal(), rf.Contiguous(), 50, query_length=40)[0]
+    partial = backend.forward(x["q"], x["k"], x["v"], bounds, score)
+    out = partial.out.to(dtype)
+    rows = Rows(out, x["dout"], partial.lse, delta(out, x["dout"], None), False)
+    dense = [torch.zeros_like(x[n], dtype=partial.out.dtype) for n in ("q", "k", "v")]
+    longer = [sums.new_full((2, sums.shape[1] + 24, *sums.shape[2:]), 3.0) for sums in dense]
+    parts = [memory[:, 8 : 8 + sums.shape[1]].zero_() for memory, sums in zip(longer, dense, strict=True)]
+    for sums in (dense, parts):
+        backend.backward(x["q"], x["k"], x["v"], rows, bounds, score, *sums, deterministic)
+    for one, part, memory in zip(dense, parts, longer, strict=True):
+        assert_close(part, one, F32 if dtype != F64 else F64)
+        assert memory[:, :8].eq(3.0).all()
+        assert memory[:, 8 + part.shape[1] :].eq(3.0).all()
+
+
+@pytest.mark.parametrize("target", EXACT)
 def test_gradients_are_added_to_what_the_caller_holds(target):
     _, dtype, device = target
     x = draw(queries=40, heads=(2, 1), dim=16, dtype=dtype, device=device)

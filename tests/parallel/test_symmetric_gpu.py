@@ -1,20 +1,21 @@
-"""Two ranks as streams of one GPU: the order of copies, signals and kernels, without a second GPU."""
+"""Two processes on one GPU, which share memory through CUDA's handles: copies, signals and kernels in their real order."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
 import ringflash as rf
-from ringflash.parallel.inprocess import run
+from ringflash.parallel.peer import PeerTransport
+from ringflash.parallel.reach import GroupReach
 from ringflash.parallel.symmetric import SymmetricTransport
 from ringflash.schedule import landing
 from ringflash.testing.compare import relative_error
 from ringflash.testing.oracle import dense_gradients
-from ringflash.testing.sharded import attend_sharded, draw
+from ringflash.testing.sharded import draw
+from ringflash.testing.workers import Workers
 
-pytestmark = pytest.mark.gpu
-ROOM = (
-    64 << 20
-)  # asked for before any backward: autograd has one thread for a device, which must not wait for the other rank
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("one_gpu")]
 MASKS = {
     "full": rf.Full(),
     "causal": rf.Causal(),
@@ -23,35 +24,98 @@ MASKS = {
 }
 
 
-def attend_on_a_stream(member, layout, problem, options, times):
-    device = torch.device("cuda", torch.cuda.current_device())
+class SameGpu(GroupReach):
+    """CUDA's symmetric memory wants a GPU for each rank; handles between processes do not."""
+
+    def refuses(self, device):
+        return None
+
+    def _symmetric(self, size, device):
+        mine = torch.empty(size, dtype=torch.uint8, device=device)
+        return [
+            mine if rank == self._rank else rebuild(*arguments)
+            for rank, (rebuild, arguments) in enumerate(self._everyone(reduce_tensor(mine)))
+        ]
+
+
+def attend_on_one_gpu(layout, problem, options, times, lands):
+    """(errors of each result, whether out repeats bit for bit) of this rank."""
+    landing.MOST_BYTES = 1 << 30 if lands else 0
+    torch.cuda.set_device(0)
     inputs = draw(**problem)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        transport = SymmetricTransport(member, member.reach())
-        transport.workspace(device, slot_bytes=ROOM, sums_bytes=ROOM, landing_bytes=ROOM)
-        ring = rf.Ring(layout=layout, transport=transport)
-        results = []
-        for i in range(times):
-            if (i + member.rank) % 2:
-                torch.cuda._sleep(2_000_000)  # now one rank is late, now the other
-            results.append(attend_sharded(ring, **inputs, **options))
-        torch.cuda.synchronize()
-    return results
+    expected = dense_gradients(**inputs, mask=options["mask"])
+    group = dist.group.WORLD
+    ring = rf.Ring(layout=layout, transport=SymmetricTransport(PeerTransport(group), SameGpu(group)))
+    results = []
+    for i in range(times):
+        if (i + ring.rank) % 2:
+            torch.cuda._sleep(20_000_000)  # now one rank is late, now the other
+        q, k, v = (ring.shard(inputs[x]).clone().requires_grad_() for x in ("q", "k", "v"))
+        out, lse = rf.attention(q, k, v, ring=ring, return_lse=True, **options)
+        gradients = torch.autograd.grad((out, lse), (q, k, v), [ring.shard(inputs[x]) for x in ("dout", "dlse")])
+        results.append(dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)))
+    errors = [{what: relative_error(one[what], ring.shard(expected[what])) for what in one} for one in results]
+    return errors, all(torch.equal(one["out"], results[0]["out"]) for one in results)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Workers(2, "gloo") as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("route", ["keys", "queries"])
 @pytest.mark.parametrize("lands", [True, False], ids=["landed", "by_source"])
 @pytest.mark.parametrize(("backend", "dim"), [("hopper", 128), ("hopper", 64), ("hopper", 256), ("triton", 64)])
 @pytest.mark.parametrize("name", MASKS)
-def test_results_are_those_of_dense_attention(name, backend, dim, lands, route, monkeypatch):
-    monkeypatch.setattr(landing, "MOST_BYTES", ROOM if lands else 0)
+def test_results_are_those_of_dense_attention(pair, name, backend, dim, lands, route):
     problem = {"batch": 2, "queries": 2000, "heads": (4, 2), "dim": dim, "dtype": torch.bfloat16, "device": "cuda"}
     options = {"mask": MASKS[name], "backend": backend, "route": route}
-    expected = dense_gradients(**draw(**problem), mask=MASKS[name])
-    everyone = run(2, lambda member: attend_on_a_stream(member, rf.Zigzag(), problem, options, 3))
-    for results in everyone[0] + everyone[1]:
-        for what in ("out", "lse", "dq", "dk", "dv"):
-            assert relative_error(results[what], expected[what]) < (1e-5 if what == "lse" else 6e-3), what
-    if backend == "hopper":  # its forward repeats bit for bit, whatever came when
-        assert all(torch.equal(results["out"], everyone[0][0]["out"]) for results in everyone[0] + everyone[1])
+    for errors, repeats in pair.run(attend_on_one_gpu, rf.Zigzag(), problem, options, 3, lands, timeout_s=100.0):
+        for one in errors:
+            assert all(error < (1e-4 if what == "lse" else 6e-3) for what, error in one.items()), one
+        assert repeats
+
+
+def replay_on_one_gpu(layout, problem, options, lands):
+    """R73: the largest error of 20 replays of a captured forward and backward, each with other inputs, against eager."""
+    landing.MOST_BYTES = 1 << 30 if lands else 0
+    torch.cuda.set_device(0)
+    group = dist.group.WORLD
+    ring = rf.Ring(layout=layout, transport=SymmetricTransport(PeerTransport(group), SameGpu(group)))
+    fixed = [ring.shard(draw(**problem)[x]).clone() for x in ("q", "k", "v", "dout")]
+    leaves = [x.requires_grad_() for x in fixed[:3]]
+
+    def step():
+        out = rf.attention(*leaves, ring=ring, **options)
+        return (out, *torch.autograd.grad(out, leaves, fixed[3]))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    worst = 0.0
+    for seed in range(20):
+        inputs = draw(**problem, seed=seed)
+        with torch.no_grad():
+            for x, name in zip(fixed, ("q", "k", "v", "dout"), strict=True):
+                x.copy_(ring.shard(inputs[name]))
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        eager = step()
+        worst = max([worst, *(relative_error(a, b) for a, b in zip(replayed, eager, strict=True))])
+    return worst
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+@pytest.mark.parametrize("lands", [True, False], ids=["landed", "by_source"])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_captured_step_replays(pair, backend, lands, route):
+    problem = {"queries": 1000, "heads": (4, 2), "dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    options = {"mask": rf.Causal(), "backend": backend, "route": route}
+    assert max(pair.run(replay_on_one_gpu, rf.Zigzag(), problem, options, lands, timeout_s=100.0)) < 1e-3

@@ -117,7 +117,7 @@ def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr, dk_ptr, dv_ptr,
     slopes_ptr, rows_at_ptr, keys_at_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_doh, stride_dkb, stride_dvb, stride_bounds, Sq, Sk, Hq, Hk,
+    stride_dob, stride_dos, stride_doh, stride_dqb, stride_dkb, stride_dvb, stride_bounds, Sq, Sk, Hq, Hk,
     scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ADD_DQ: tl.constexpr, STORE: tl.constexpr,
@@ -128,8 +128,8 @@ def key_gradient_kernel(
 
     STORE: dk and dv are written instead, in the type that they have.
 
-    lse, delta: fp32, in memory [B, Hq, Sq]. lo, hi: [1 or B, Sk], the rows that see each key. Rows of dk and dv are
-    dense but may be part of a longer shard, so their batch strides are given. slopes, rows_at, keys_at: as in forward.
+    lse, delta: fp32, in memory [B, Hq, Sq]. lo, hi: [1 or B, Sk], the rows that see each key. Rows of dq, dk and dv
+    are dense but may be part of a longer shard, so their batch strides are given. slopes, rows_at, keys_at: as in forward.
     """
     # First keys first: under causal masks most rows see them.
     key = tl.program_id(0) * BLOCK_K
@@ -173,7 +173,7 @@ def key_gradient_kernel(
         dout_base = dout_ptr + b * stride_dob + h.to(tl.int64) * stride_doh
         lse_base = lse_ptr + (b * Hq + h) * Sq
         delta_base = delta_ptr + (b * Hq + h) * Sq
-        dq_base = dq_ptr + (b * Sq * Hq + h) * HEAD_DIM
+        dq_base = dq_ptr + b * stride_dqb + h.to(tl.int64) * HEAD_DIM
         slope = 0.0
         if HAS_ALIBI:
             slope = tl.load(slopes_ptr + h)
@@ -258,7 +258,8 @@ def _visit_keys_backward(
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, dq_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_doh, stride_bounds, Sq, Hq, group, scale, softcap, seed, threshold, keep_scale,
+    stride_dob, stride_dos, stride_doh, stride_dqb, stride_bounds, Sq, Hq, group,
+    scale, softcap, seed, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_CAUSAL: tl.constexpr,
@@ -286,7 +287,7 @@ def query_gradient_kernel(
     v_ptr += b * stride_vb + (h // group).to(tl.int64) * stride_vh
     offs_q = row + tl.arange(0, BLOCK_Q)
     in_rows = offs_q < Sq
-    token = (b * Sq + offs_q) * Hq + h
+    token = offs_q.to(tl.int64) * Hq + h
     lse_log2 = tl.load(lse_ptr + (b * Hq + h) * Sq + offs_q, mask=in_rows, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + (b * Hq + h) * Sq + offs_q, mask=in_rows, other=0.0)
     q = load_rows(q_ptr, row, 0, Sq, stride_qs, HEAD_DIM, BLOCK_Q, BLOCK_D, True)  # [BLOCK_Q, BLOCK_D]
@@ -320,7 +321,7 @@ def query_gradient_kernel(
         HEAD_DIM, VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, True, PRECISION, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
         IS_CAUSAL,
     )  # fmt: skip
-    _add_rows(dq_ptr, token, dq * scale, in_rows, HEAD_DIM, BLOCK_D, STORE)
+    _add_rows(dq_ptr + b * stride_dqb, token, dq * scale, in_rows, HEAD_DIM, BLOCK_D, STORE)
 
 
 @triton.jit

@@ -111,17 +111,17 @@ class Triton(Backend):
         assert _is_laid_out(rows.lse) and _is_laid_out(rows.delta), "row statistics lie as row_statistic() makes them"
         with _on(q):
             key_gradient_kernel[(triton.cdiv(Sk, block.block_k), Hk, B)](
-                q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, total, dk, dv, *terms.tensors, *strides, dk.stride(0),
-                dv.stride(0), batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers, ADD_DQ=not two_passes, STORE=is_all,
-                IS_CAUSAL=bounds.shape == "causal",
+                q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, total, dk, dv, *terms.tensors, *strides,
+                total.stride(0), dk.stride(0), dv.stride(0), batch_stride(lo), Sq, Sk, Hq, Hk, *terms.numbers,
+                ADD_DQ=not two_passes, STORE=is_all, IS_CAUSAL=bounds.shape == "causal",
                 **_constants(q, v, block), **terms.flags,
             )  # fmt: skip
             if two_passes:
                 block = tiles(QUERY_GRADIENT, dim, q.dtype, capability)
                 lo, hi = bounds.to(q.device)
                 query_gradient_kernel[(triton.cdiv(Sq, block.block_q), Hq, B)](
-                    q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, batch_stride(lo),
-                    Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, IS_CAUSAL=bounds.shape == "causal",
+                    q, k, v, rows.dout, rows.lse, rows.delta, lo, hi, dq, *terms.tensors, *strides, dq.stride(0),
+                    batch_stride(lo), Sq, Hq, Hq // Hk, *terms.numbers, STORE=is_all, IS_CAUSAL=bounds.shape == "causal",
                     **_constants(q, v, block), **terms.flags,
                 )  # fmt: skip
         if total is not dq:
