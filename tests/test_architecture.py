@@ -218,10 +218,17 @@ def test_no_environment_variable_is_read():
     )
 
 
+# Where the host waits, and why.
+WAITING = {
+    "parallel/reach.py": "when memory that ranks share must grow, whoever uses the old one is done first",
+    "parallel/inprocess.py": "the same, of ranks in one process",
+}
+
+
 def test_nothing_waits_for_the_device_or_for_everybody():
     def violations() -> Iterator[str]:
         for source in SOURCES:
-            if source.lives_in(AT_THE_EDGE):
+            if source.lives_in(AT_THE_EDGE) or source.path in WAITING:
                 continue
             for node in ast.walk(source.tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
