@@ -82,7 +82,7 @@ class Arrivals:
     """Keys that are still on their way when a kernel is launched: cell i is of keys [i rows, (i + 1) rows).
 
     flags: int32 [cells]; one that is not 0 says that all keys of its cell are there.
-    rows: a multiple of 128.
+    rows: 128 times a power of two.
     """
 
     flags: Tensor

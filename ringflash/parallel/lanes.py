@@ -21,23 +21,33 @@ from torch import Tensor
 
 
 class Lane(ABC):
-    """Steps are taken in the order in which they are queued."""
+    """Steps are taken in the order in which they are queued. Memory and flags, an int32 each, are named by address: a pass
+    queues dozens of steps, and a view of a tensor takes longer to make than a step to queue.
+    """
 
     @abstractmethod
     def after(self, other: Lane) -> None:
         """What is queued from here on waits for what `other` holds now."""
 
     @abstractmethod
-    def put(self, to: Tensor, x: Tensor) -> None:
-        """Copy x into the memory `to`, here or on another rank; both alike in shape and type, x dense but for axis 0."""
+    def copy(self, to: int, origin: int, size: int) -> None:
+        """Copy bytes within memory here, or to that of another rank."""
 
     @abstractmethod
-    def signal(self, flag: Tensor) -> None:
+    def signal(self, flag: int) -> None:
         """Set a flag, here or on another rank, once all that was queued before is done."""
 
     @abstractmethod
-    def take(self, flag: Tensor, sender: int) -> None:
+    def take(self, flag: int, sender: int) -> None:
         """Wait for a flag of this rank that `sender` sets, and clear it."""
+
+    def put(self, to: Tensor, x: Tensor) -> None:
+        """Copy x into the memory `to`; both alike in shape and type, and dense but for axis 0."""
+        if to.is_contiguous() and x.is_contiguous():
+            self.copy(to.data_ptr(), x.data_ptr(), x.numel() * x.itemsize)
+        else:
+            for row, x_row in zip(to, x, strict=True):
+                self.copy(row.data_ptr(), x_row.data_ptr(), x_row.numel() * x_row.itemsize)
 
 
 class HostLane(Lane):
@@ -49,16 +59,18 @@ class HostLane(Lane):
     def after(self, other: Lane) -> None:
         pass
 
-    def put(self, to: Tensor, x: Tensor) -> None:
-        to.copy_(x)
+    def copy(self, to: int, origin: int, size: int) -> None:
+        ctypes.memmove(to, origin, size)
 
-    def signal(self, flag: Tensor) -> None:
-        assert not flag.item(), "the last signal was taken"
-        flag.fill_(1)
+    def signal(self, flag: int) -> None:
+        place = ctypes.c_int32.from_address(flag)
+        assert not place.value, "the last signal was taken"
+        place.value = 1
 
-    def take(self, flag: Tensor, sender: int) -> None:
+    def take(self, flag: int, sender: int) -> None:
+        place = ctypes.c_int32.from_address(flag)
         since, nap = time.monotonic(), 0.0
-        while not flag.item():
+        while not place.value:
             time.sleep(nap)
             nap = min(nap + 1e-5, 1e-3)
             if (waited := time.monotonic() - since) > self._patience_s or self._is_lost():
@@ -66,34 +78,29 @@ class HostLane(Lane):
                     f"Ring: rank {self._rank} waited {waited:.0f} s for a signal of rank {sender}, which is gone, or "
                     "computes for longer between two hops than the process group's timeout"
                 )
-        flag.zero_()
+        place.value = 0
 
 
 class StreamLane(Lane):
     """A stream of a GPU."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
+        self.stream, self._handle, self._driver = stream, stream.cuda_stream, _driver()
 
     def after(self, other: Lane) -> None:
         assert isinstance(other, StreamLane), "lanes of one rank are of one kind"
-        if other.stream != self.stream:
+        if other._handle != self._handle:
             self.stream.wait_stream(other.stream)
 
-    def put(self, to: Tensor, x: Tensor) -> None:
-        with torch.cuda.stream(self.stream):
-            if to.is_contiguous() and x.is_contiguous():
-                to.copy_(x, non_blocking=True)
-            else:  # a piece for each batch row: whatever is not dense is copied by a kernel
-                for row, x_row in zip(to, x, strict=True):
-                    row.copy_(x_row, non_blocking=True)
+    def copy(self, to: int, origin: int, size: int) -> None:
+        self._driver.copy(self._handle, to, origin, size)
 
-    def signal(self, flag: Tensor) -> None:
-        _driver().write(self.stream, flag, 1)
+    def signal(self, flag: int) -> None:
+        self._driver.write(self._handle, flag, 1)
 
-    def take(self, flag: Tensor, sender: int) -> None:
-        _driver().wait(self.stream, flag, 1)
-        _driver().write(self.stream, flag, 0)
+    def take(self, flag: int, sender: int) -> None:
+        self._driver.wait(self._handle, flag, 1)
+        self._driver.write(self._handle, flag, 0)
 
 
 class Reach(ABC):
@@ -121,24 +128,30 @@ class Reach(ABC):
 
 
 class Driver:
-    """The two calls of CUDA's driver that torch does not offer with both ends."""
+    """Calls of CUDA's driver on a stream: torch has one end of the signals, and copies at ten times the host's time."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._write, self._wait = (_found(library, name) for name in ("cuStreamWriteValue32", "cuStreamWaitValue32"))
+        flag = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32]
+        self._write, self._wait = (_found(library, f"cuStream{name}Value32", flag) for name in ("Write", "Wait"))
+        copy = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._copy = _found(library, "cuMemcpyDtoDAsync", copy)
 
-    def write(self, stream: torch.cuda.Stream, flag: Tensor, value: int) -> None:
-        # Without flags: what came before is visible to all GPUs before the value is.
-        _check(self._write(stream.cuda_stream, flag.data_ptr(), value, 0), "cuStreamWriteValue32")
+    def write(self, stream: int, flag: int, value: int) -> None:
+        # Without options: what came before is visible to all GPUs before the value is.
+        _check(self._write(stream, flag, value, 0), "cuStreamWriteValue32")
 
-    def wait(self, stream: torch.cuda.Stream, flag: Tensor, value: int) -> None:
-        _check(self._wait(stream.cuda_stream, flag.data_ptr(), value, 0), "cuStreamWaitValue32")
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        _check(self._wait(stream, flag, value, 0), "cuStreamWaitValue32")
+
+    def copy(self, stream: int, to: int, origin: int, size: int) -> None:
+        _check(self._copy(to, origin, size, stream), "cuMemcpyDtoDAsync")
 
 
-def _found(library: ctypes.CDLL, name: str) -> Any:
-    """The newest form of a function: those with _v2 need no setting of the driver's."""
+def _found(library: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:
+    """The newest form of a function: the first ones need settings of the driver's."""
     function = getattr(library, f"{name}_v2", None) or getattr(library, name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32]
+    function.argtypes = arguments
     return function
 
 

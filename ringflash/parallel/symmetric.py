@@ -10,15 +10,16 @@ Between two ranks each message takes two signals: the receiver says that its slo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
-from ringflash.parallel.landed import LandedPassage
+from ringflash.parallel.landed import LandedPassage, Lanes, Steps
 from ringflash.parallel.lanes import Lane, Reach
 from ringflash.parallel.passage import NeighbourTransport
 from ringflash.parallel.transport import Parcel, Passage, Transport, early_and_late, is_any
@@ -28,10 +29,11 @@ from ringflash.schedule.needs import NOTHING, Needs
 # What a flag says of a message from one rank to another; the last ones, of each piece of what lands.
 FREE, FILLED, FREE_FOR_SUMS, SUMS_FILLED, LANDING_FREE, PIECE_THERE = range(6)
 MOST_PIECES = CELLS + MOST_BLOCKS  # of one rank on another
+MOST_STEPS = 32  # kept: as many as there are plans
 SLOTS = 2  # one is computed with while the next is filled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workspace:
     """The same piece of memory of every rank, by rank: flags, slots for shards, and room for sums and for what lands."""
 
@@ -51,15 +53,18 @@ class Workspace:
     def has_room(self, slot_bytes: int, sums_bytes: int, landing_bytes: int) -> bool:
         return self.slot_bytes >= slot_bytes and self.sums_bytes >= sums_bytes and self.landing_bytes >= landing_bytes
 
-    def flag(self, holder: int, what: int, other: int) -> Tensor:
+    def flag(self, holder: int, what: int, other: int) -> int:
         """The flag in memory of `holder` that `other` sets."""
-        ranks = len(self.blocks)
-        return self.blocks[holder][: self.flags_bytes(ranks)].view(torch.int32)[what * ranks + other]
+        return self.begins[holder] + 4 * (what * len(self.blocks) + other)
 
-    def landing_is_free(self, holder: int, other: int) -> Tensor:
+    @cached_property
+    def begins(self) -> list[int]:
+        return [block.data_ptr() for block in self.blocks]
+
+    def landing_is_free(self, holder: int, other: int) -> int:
         return self.flag(holder, LANDING_FREE, other)
 
-    def piece_is_there(self, holder: int, other: int, piece: int) -> Tensor:
+    def piece_is_there(self, holder: int, other: int, piece: int) -> int:
         return self.flag(holder, PIECE_THERE + piece, other)
 
     def slot(self, holder: int, hop: int, dtype: torch.dtype) -> Tensor:
@@ -94,6 +99,7 @@ class SymmetricTransport(Transport):
         self._workspaces: dict[torch.device, Workspace] = {}
         self._lanes: dict[tuple[torch.device, str], Lane] = {}
         self._last: dict[torch.device, Lane] = {}  # in which the last pass was
+        self._steps: dict[Hashable, Steps] = {}  # of what lands; the oldest is forgotten first
 
     def stream(
         self,
@@ -126,7 +132,17 @@ class SymmetricTransport(Transport):
         return self.refuses(device) is None
 
     def landed(self, shard: tuple[Tensor, ...], landing: Landing) -> Passage:
-        return LandedPassage(self, shard, landing)
+        dense = tuple(x.contiguous() for x in shard)
+        device, parcel = dense[0].device, Parcel.of(slice(0, landing.most_rows), dense)
+        here = self.begin(device)
+        memory = self.workspace(device, landing_bytes=parcel.numel * dense[0].itemsize)
+        key = (landing, parcel.shapes, dense[0].dtype, device)
+        if key not in self._steps or self._steps[key].memory is not memory:
+            self._steps[key] = Steps(landing, dense, memory, self.rank)
+            if len(self._steps) > MOST_STEPS:
+                del self._steps[next(iter(self._steps))]
+        lanes = Lanes(here, *(self.lane(device, name) for name in ("shards", "own", "arrivals")))
+        return LandedPassage(self._steps[key], dense, lanes)
 
     def workspace(
         self, device: torch.device, *, slot_bytes: int = 0, sums_bytes: int = 0, landing_bytes: int = 0

@@ -63,8 +63,9 @@ class Landing:
         return max((run.place + run.count for run in self._runs[viewer]), default=0)
 
     def cell_rows(self, viewer: int) -> int:
-        """Rows whose arrival is told together: cells of so many, from the first on."""
-        return max(1, -(-self.rows(viewer) // (CELLS * CELL_ROWS))) * CELL_ROWS
+        """Rows whose arrival is told together: cells of so many, from the first on. CELL_ROWS times a power of two."""
+        blocks = max(1, -(-self.rows(viewer) // (CELLS * CELL_ROWS)))
+        return CELL_ROWS << (blocks - 1).bit_length()
 
     def pieces(self, viewer: int) -> list[Piece]:
         """What lands on a rank, cut at the ends of cells, the last place first: in the order in which a kernel goes."""

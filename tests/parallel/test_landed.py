@@ -116,7 +116,7 @@ def test_pieces_are_each_row_that_is_seen_once_in_cells_the_last_first(mask, lay
 
 def test_cells_are_few_and_whole_blocks(monkeypatch):
     monkeypatch.setattr(landing, "CELL_ROWS", 128)
-    for length, size in ((8192, 512), (8200, 640), (100, 128)):
+    for length, size in ((8192, 512), (8200, 1024), (100, 128)):
         here = plan(rf.Causal(), rf.Zigzag(), length, 0, 2)
         assert here.landing.cell_rows(0) == size
         assert len({piece.place // size for piece in here.landing.pieces(0)}) <= landing.CELLS

@@ -131,10 +131,12 @@ def _load_block(desc, tiles, full, free: gl.constexpr, b, head, key, n, BYTES: g
 
 
 @gluon.jit
-def _await_keys(flags_ptr, key, cell_rows, cells, seen, BLOCK_K: gl.constexpr):
+def _await_keys(flags_ptr, key, cell_rows_log2, cells, seen, BLOCK_K: gl.constexpr):
     """Wait until the keys of a block are there; a block lies in two cells at most."""
-    seen = await_cell(flags_ptr, gl.minimum(key // cell_rows, cells - 1), seen)
-    return await_cell(flags_ptr, gl.minimum((key + BLOCK_K - 1) // cell_rows, cells - 1), seen)
+    if seen != (1 << cells) - 1:
+        seen = await_cell(flags_ptr, gl.minimum(key >> cell_rows_log2, cells - 1), seen)
+        seen = await_cell(flags_ptr, gl.minimum((key + BLOCK_K - 1) >> cell_rows_log2, cells - 1), seen)
+    return seen
 
 
 @gluon.jit
@@ -156,8 +158,8 @@ def _load_before(desc, shared, b, head, row, BLOCK_DV: gl.constexpr, WARPGROUPS:
 
 @gluon.jit
 def _load(
-    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, flags_ptr, cell_rows, stride_bounds, B, Hq,
-    Hk, Sq, Sk, GROUP,
+    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, flags_ptr, cell_rows_log2, stride_bounds, B,
+    Hq, Hk, Sq, Sk, GROUP,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, SKIP: gl.constexpr,
     BRINGS_BEFORE: gl.constexpr, WAITS: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
@@ -177,7 +179,7 @@ def _load(
     seen = 0
     cells = 0
     if WAITS:
-        cells = (Sk + cell_rows - 1) // cell_rows
+        cells = (Sk + (1 << cell_rows_log2) - 1) >> cell_rows_log2
     tile = gl.program_id(0)
     head, block = place(tile, q_blocks, heads, GROUP)
     row = block * TILE
@@ -201,7 +203,7 @@ def _load(
             # In the order of use: Q of one warpgroup, K, Q of the others, V.
             _load_queries(q_desc, shared, this_b, h, this_row, turn, 0, Q_BYTES)
             if WAITS:
-                seen = _await_keys(flags_ptr, key, cell_rows, cells, seen, BLOCK_K)
+                seen = _await_keys(flags_ptr, key, cell_rows_log2, cells, seen, BLOCK_K)
             _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES, WARPGROUPS)
             for c in gl.static_range(1, WARPGROUPS):
                 _load_queries(q_desc, shared, this_b, h, this_row + c * ROWS, turn, c, Q_BYTES)
@@ -219,7 +221,7 @@ def _load(
         for i in range(1, blocks):
             key = this_begin + (blocks - 1 - i) * BLOCK_K
             if WAITS:
-                seen = _await_keys(flags_ptr, key, cell_rows, cells, seen, BLOCK_K)
+                seen = _await_keys(flags_ptr, key, cell_rows_log2, cells, seen, BLOCK_K)
             _load_block(k_desc, shared.k, shared.k_full, KEYS_FREE, this_b, hk, key, n, K_BYTES, WARPGROUPS)
             _load_block(v_desc, shared.v, shared.v_full, VALUES_FREE, this_b, hk, key, n, V_BYTES, WARPGROUPS)
             n += 1
@@ -355,10 +357,10 @@ def _attend(
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["cell_rows", "stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "VALUE_DIM"])
+@gluon.jit(do_not_specialize=["cell_rows_log2", "stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP", "VALUE_DIM"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, before_desc, out_ptr, before_ptr, lse_ptr, lo_ptr, hi_ptr, counter_ptr, flags_ptr,
-    cell_rows, stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, scale,
+    cell_rows_log2, stride_bounds, B, Hq, Hk, Sq, Sk, VALUE_DIM, GROUP, scale,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, INTO: gl.constexpr,
     ROUNDED: gl.constexpr, WAY: gl.constexpr, TAKE_TURNS: gl.constexpr, WAITS: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
@@ -370,7 +372,8 @@ def forward_kernel(
     WAY of a tile of out: through memory of its "own", by which comes what it is merged with too; for want of it, rounded,
         through that of the "queries"; or "direct" from and to registers.
     TAKE_TURNS: one warpgroup's products start when the other's have.
-    WAITS: keys are still arriving; flags int32, one for every cell_rows of them, at most 31: not 0 when they are there.
+    WAITS: keys are still arriving; flags int32, one for every 2**cell_rows_log2 of them, at most 30: not 0 when they
+        are there.
     """
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -415,7 +418,7 @@ def forward_kernel(
                     VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, WARPGROUPS,
                 )),
                 (_load, (
-                    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, flags_ptr, cell_rows,
+                    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, flags_ptr, cell_rows_log2,
                     stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED,
                     INTO and WAY == "own", WAITS, WARPGROUPS,
                 )),
@@ -439,7 +442,7 @@ def forward_kernel(
                     VALUE_DIM, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO, ROUNDED, WAY, TAKE_TURNS, WARPGROUPS,
                 )),
                 (_load, (
-                    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, flags_ptr, cell_rows,
+                    shared, q_desc, k_desc, v_desc, before_desc, lo_ptr, hi_ptr, counter_ptr, flags_ptr, cell_rows_log2,
                     stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_K, BLOCK_D, BLOCK_DV, SHAPE, INTO and not ROUNDED,
                     INTO and WAY == "own", WAITS, WARPGROUPS,
                 )),
