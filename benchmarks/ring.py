@@ -32,6 +32,7 @@ from ringflash.cli.timing import matmul_tflops
 from ringflash.schedule.plan import plan
 
 HEAD_DIM = 128
+DEVICE = "cuda"
 # Efficiency of forward with backward that is wanted on two GPUs under a causal mask, by heads and total tokens.
 GOALS = {
     "64:8": {8192: 0.95, 16384: 0.96, 32768: 0.97, 65536: 0.98, 262144: 0.98},
@@ -76,10 +77,10 @@ class Inputs:
 
     @classmethod
     def of(cls, case: Case, ring: rf.Ring) -> Inputs:
-        generator = torch.Generator("cuda").manual_seed(0)
+        generator = torch.Generator(DEVICE).manual_seed(0)
         Hq, Hk = map(int, case.heads.split(":"))
         whole = tuple(
-            torch.randn(1, case.total, H, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator)
+            torch.randn(1, case.total, H, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16, generator=generator)
             for H in (Hq, Hk, Hk, Hq)
         )
         return cls(whole, tuple(ring.shard(x) for x in whole))
@@ -117,10 +118,10 @@ def context_parallel(case: Case, inputs: Inputs) -> Candidate:
     @contextmanager
     def ready() -> Iterator[Call]:
         q, k, v, dout = (x.transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in inputs.whole)
-        buffers = {q, k, v, dout}
+        buffers = [q, k, v, dout]
         with (
             sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-            enter(mesh, buffers=list(buffers), buffer_seq_dims=[2] * 4, no_restore_buffers=buffers),
+            enter(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)),
         ):
 
             def call(goes_back: bool) -> tuple[Tensor, ...]:
@@ -200,6 +201,7 @@ def measure(case: Case, rings: dict[str, rf.Ring], rounds: int) -> Iterator[Row]
     ring = next(iter(rings.values())).with_layout(case.layout())
     inputs = Inputs.of(case, ring)
     found = candidates(case, inputs, rings)
+    since = time.monotonic()
     with found["alone"]() as call:
         expected = tuple(ring.shard(x).clone() for x in call(True))
     host: dict[str, float] = {}
@@ -212,6 +214,8 @@ def measure(case: Case, rings: dict[str, rf.Ring], rounds: int) -> Iterator[Row]
                 if worst > TOLERANCE:
                     raise ValueError(f"differs by {worst:.1e}")
                 host[name] = round(host_ms(call), 3)
+            # Kernels are compiled here: minutes on a new machine.
+            say(f"  {case.total} {case.heads} {case.mask}: {name} is right, {time.monotonic() - since:.0f} s")
         except Exception as error:  # a candidate that cannot run is a result too
             say(f"{case}: {name} left out: {type(error).__name__}: {str(error)[:200]}")
             del found[name]
