@@ -76,14 +76,70 @@ def attention(
     """
     _check_tensors(q, k, v)
     _check_transforms(q, k, v)
+    sinks = score.sinks if isinstance(score, Score) else None
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
+    is_repeatable = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    settings = (mask, scale, score, length, query_length, backend, is_repeatable, route, return_lse, is_trained)
+    work, facts = _resolved(q, k, v, ring, settings)
+    before = kept()
+    if ring is not None and (before is None or not before.is_again):
+        ring.agree("attention", facts)
+    out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), sinks, work)
+    return (out, lse) if return_lse else out
+
+
+_ALONE = Alone()
+
+
+def _resolved(
+    q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, settings: tuple[Any, ...]
+) -> tuple[Work, dict[str, object]]:
+    """All that follows from shapes and settings, found once for each kind of call; of scores with tensors, every time.
+
+    Kept with the transport, so that it goes when the ring does.
+    """
+    calls = _ALONE.resolved if ring is None else ring.transport.resolved if isinstance(ring, Ring) else {}
+    shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
+    has_sinks = isinstance(settings[2], Score) and settings[2].sinks is not None  # which scores are not compared by
+    of_ring = None if ring is None else (ring.layout, ring.gradient_dtype) if isinstance(ring, Ring) else ring
+    # 1 is no True, though equal.
+    key = (shapes, of_ring, settings, tuple(map(type, settings)), has_sinks)
+    try:
+        found = calls.get(key)
+    except TypeError:  # of something that cannot be hashed, for which there is a better message
+        found = None
+    if found is None:
+        found = _resolve(q, k, v, ring, *settings)
+        if not has_sinks:
+            calls[key] = found
+            if len(calls) > MOST_RESOLVED:
+                del calls[next(iter(calls))]
+    return found
+
+
+def _resolve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring | None,
+    mask: Mask | Union | None,
+    scale: float | None,
+    score: Score | None,
+    length: int | None,
+    query_length: int | None,
+    backend: str | KernelTable | None,
+    deterministic: bool,
+    route: Route | None,
+    return_lse: bool,
+    is_trained: bool,
+) -> tuple[Work, dict[str, object]]:
+    """The work, and what all ranks must say alike; of the tensors shapes, types and devices are looked at."""
     check_settings("attention", ring, mask, scale, score, backend, deterministic, route)
     if not isinstance(return_lse, bool):
         raise TypeError(f"attention: return_lse is {type(return_lse).__name__}; must be True or False")
     mask = Full() if mask is None else mask
     score = (Score(scale=scale) if score is None else score).resolve(q.shape[-1])
     score.check(q)
-    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, score.sinks) if x is not None)
     plans = _plans(q, k, ring, mask, length, query_length)
     call = _call(q, k, v, plans, score, deterministic, return_lse, is_trained)
     forward = choose(call, backend).backend
@@ -92,16 +148,14 @@ def attention(
         if (reason := chosen.refuses_mask(the_plan)) is not None:
             raise NotImplementedError(f"attention: {cannot_run(chosen.name, reason)}. {OTHER_BACKENDS}")
     chosen_route = _route(q, k, v, plans, backward, route, ring) if is_trained else "keys"
-    before = kept()
-    if ring is not None and (before is None or not before.is_again):
-        facts = _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained)
-        ring.agree("attention", {**facts, "route": chosen_route, "gradient_dtype": str(ring.gradient_dtype)})
-    wire, on_wire = (Alone(), None) if ring is None else (ring.transport, ring.gradient_dtype)
+    wire, on_wire = (_ALONE, None) if ring is None else (ring.transport, ring.gradient_dtype)
     work = Work(plans, score, forward, backward, wire, deterministic, chosen_route, on_wire)
-    out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), score.sinks, work)
-    return (out, lse) if return_lse else out
+    facts = _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained)
+    return work, {**facts, "route": chosen_route, "gradient_dtype": str(on_wire)}
 
 
+# Of one ring: as many as plans are kept.
+MOST_RESOLVED = 32
 _MASK_HINT = "Boolean and additive mask tensors are not supported: say the rule, for example Causal() & Window(1023, 0)"
 
 

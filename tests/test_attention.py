@@ -278,3 +278,22 @@ def test_64k_tokens_fit_in_memory():
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 128
+
+
+def test_calls_of_equal_settings_are_told_apart_by_what_equality_does_not_see():
+    """Sinks are not compared, and 1 equals True: a call resolved before must not serve another."""
+    q, k, v = local_inputs()
+    plain = rf.attention(q, k, v, score=rf.Score(softcap=2.0))
+    for sinks in (torch.zeros(q.shape[2], dtype=q.dtype), torch.ones(q.shape[2], dtype=q.dtype)):
+        sunk = rf.attention(q, k, v, score=rf.Score(softcap=2.0, sinks=sinks), return_lse=True)
+        once = rf.attention(q, k, v, score=rf.Score(softcap=2.0), return_lse=True)
+        expected = torch.logaddexp(once[1], sinks)
+        assert torch.allclose(sunk[1], expected)
+        assert torch.allclose(sunk[0], plain * torch.exp(once[1] - expected)[..., None])
+    rf.attention(q, k, v, deterministic=True)
+    with pytest.raises(TypeError, match="deterministic is int; must be True, False or None"):
+        rf.attention(q, k, v, deterministic=1)
+    with pytest.raises(TypeError, match="mask is list; must be a Mask"):
+        rf.attention(q, k, v, mask=[[True]])
+    with pytest.raises(TypeError, match="ring is str; must be a Ring or None"):
+        rf.attention(q, k, v, ring="ring")

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,7 @@ class Transport(ABC):
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
+        self.resolved: dict[object, Any] = {}  # what calls of a kind need, see attention()
         self.agreed: dict[object, None] = {}  # calls whose shapes all ranks have compared; see Ring.agree
 
     @abstractmethod
