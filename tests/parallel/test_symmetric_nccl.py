@@ -4,8 +4,12 @@ import pytest
 import torch
 
 import ringflash as rf
+from ringflash.kernels.partial import Partial
+from ringflash.kernels.reference import Reference
+from ringflash.parallel.function import Work, forward_pass
 from ringflash.parallel.symmetric import SymmetricTransport
 from ringflash.schedule import landing
+from ringflash.schedule.plan import plan
 from ringflash.testing.compare import assert_all_close, relative_error
 from ringflash.testing.oracle import dense_gradients
 from ringflash.testing.sharded import attend_sharded, draw
@@ -207,3 +211,65 @@ def test_R59_extra_memory_is_what_the_documents_say(gpus, transport):
     sums = 4 * tokens * 8 * 256
     assert forward <= 1.1 * (partial + 2 * message)
     assert both <= 1.1 * (partial + 4 * tokens * 32 + 2 * message + 4 * sums)
+
+
+class Sleeper(Reference):
+    """Kernels of a known length in place of attention."""
+
+    def __init__(self, cycles):
+        self.cycles = cycles
+
+    def forward(self, q, k, v, bounds, score, into=None, is_last=False):
+        torch.cuda._sleep(self.cycles)
+        return into or Partial.empty(q, v.shape[-1])
+
+
+def overlapped(transport, cycles, tokens):
+    """Milliseconds of sleep alone, of a pass of a ring that computes nothing, and of one that sleeps at every source."""
+    ring = ring_of(transport, rf.Contiguous())
+    here = plan(rf.Full(), ring.layout, tokens * ring.ranks, ring.rank, ring.ranks)
+    q = torch.randn(1, tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+
+    def time_ms(run):
+        run()
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(4_000_000)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    def ring_pass(cycles):
+        backend = Sleeper(cycles)
+        work = Work((here,), rf.Score(1.0), backend, backend, ring.transport, deterministic=False)
+        return lambda: forward_pass(q, k, v, work)
+
+    asleep = time_ms(lambda: [torch.cuda._sleep(cycles) for _ in range(ring.ranks)])
+    return asleep, time_ms(ring_pass(0)), time_ms(ring_pass(cycles))
+
+
+@pytest.mark.parametrize("transport", ["peer", "symmetric"])
+def test_transfers_hide_under_compute(gpus, transport):
+    """256 MiB a hop beside 5 ms of sleep."""
+    for asleep, moving, both in gpus.run(overlapped, transport, 10_000_000, 65536):
+        assert moving > 0.1 * asleep
+        assert both < 1.1 * asleep
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["landed", "by_source"])
+def test_R77_one_hardware_queue_is_enough(monkeypatch, lands):
+    """As Megatron sets it; what is queued never waits for what is queued later."""
+    if GPUS < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    problem = {"batch": 2, "queries": N, "dim": 128, **BF16}
+    expected = dense_gradients(**draw(**problem), mask=rf.Causal())
+    with Workers(min(GPUS, 8), "nccl") as pool:
+        options, most_bytes = {"mask": rf.Causal()}, None if lands else 0
+        for results in pool.run(attend_by, "symmetric", rf.Zigzag(), problem, options, most_bytes, timeout_s=100.0):
+            for what, actual in results.items():
+                assert relative_error(actual, expected[what].cpu()) < (1e-4 if what == "lse" else 6e-3), what
