@@ -137,7 +137,7 @@ class SymmetricTransport(Transport):
         here = self.begin(device)
         memory = self.workspace(device, landing_bytes=parcel.numel * dense[0].itemsize)
         key = (landing, parcel.shapes, dense[0].dtype, device)
-        if key not in self._steps or self._steps[key].memory is not memory:
+        if key not in self._steps:
             self._steps[key] = Steps(landing, dense, memory, self.rank)
             if len(self._steps) > MOST_STEPS:
                 del self._steps[next(iter(self._steps))]
@@ -162,6 +162,7 @@ class SymmetricTransport(Transport):
         # Whatever still uses the old memory, here or elsewhere, is done before it goes: it came before in the caller's lane.
         self.reach.settle(device)
         self._workspaces.pop(device, None)
+        self._steps.clear()
         del held
         blocks = self.reach.memory(Workspace.total_bytes(self.ranks, *sizes), device)
         blocks[self.rank][: Workspace.flags_bytes(self.ranks)].zero_()

@@ -1,5 +1,8 @@
 """All that a rank sees in one piece: where it lies, when it is there, and one call of the backend."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -120,3 +123,21 @@ def test_cells_are_few_and_whole_blocks(monkeypatch):
         here = plan(rf.Causal(), rf.Zigzag(), length, 0, 2)
         assert here.landing.cell_rows(0) == size
         assert len({piece.place // size for piece in here.landing.pieces(0)}) <= landing.CELLS
+
+
+def test_memory_that_grew_is_let_go():
+    """What is kept of earlier calls does not hold on to the memory that they used."""
+
+    def step(member):
+        transport = SymmetricTransport(member, member.reach())
+        ring = rf.Ring(layout=rf.Zigzag(), transport=transport)
+        alive = []
+        for n in (8, 64, 8, 128):
+            x = torch.randn(1, n, 2, 16)
+            out = rf.attention(x, x, x, ring=ring, mask=rf.Causal())
+            assert out.isfinite().all()
+            alive.append(weakref.ref(transport._workspaces[x.device]))
+        gc.collect()
+        return [memory() is not None for memory in alive]
+
+    assert run(2, step) == [[False, False, False, True]] * 2
