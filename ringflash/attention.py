@@ -79,7 +79,12 @@ def attention(
     sinks = score.sinks if isinstance(score, Score) else None
     is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
     is_repeatable = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    settings = (mask, scale, score, length, query_length, backend, is_repeatable, route, return_lse, is_trained)
+    # As numbers: what is kept by settings must not change with a tensor.
+    N, M = (
+        None if n is None else integer(f"attention: {name}", n)
+        for name, n in (("length", length), ("query_length", query_length))
+    )
+    settings = (mask, scale, score, N, M, backend, is_repeatable, route, return_lse, is_trained)
     work, facts = _resolved(q, k, v, ring, settings)
     before = kept()
     if ring is not None and (before is None or not before.is_again):
@@ -103,17 +108,17 @@ def _resolved(
     has_sinks = isinstance(settings[2], Score) and settings[2].sinks is not None  # which scores are not compared by
     of_ring = None if ring is None else (ring.layout, ring.gradient_dtype) if isinstance(ring, Ring) else ring
     # 1 is no True, though equal.
-    key = (shapes, of_ring, settings, tuple(map(type, settings)), has_sinks)
+    key = (shapes, of_ring, settings, tuple(map(type, settings)))
     try:
-        found = calls.get(key)
+        found = None if has_sinks else calls.get(key)
     except TypeError:  # of something that cannot be hashed, for which there is a better message
-        found = None
+        return _resolve(q, k, v, ring, *settings)
     if found is None:
         found = _resolve(q, k, v, ring, *settings)
         if not has_sinks:
             calls[key] = found
             if len(calls) > MOST_RESOLVED:
-                del calls[next(iter(calls))]
+                calls.pop(next(iter(list(calls))), None)  # other threads may do the same
     return found
 
 

@@ -166,7 +166,8 @@ class Ring:
         """
         if not self.check or self.ranks == 1:
             return
-        facts = {"call": caller, **facts, "layout": self.layout.fingerprint}
+        wire = type(self.transport).__name__
+        facts = {"call": caller, **facts, "layout": self.layout.fingerprint, "transport": wire}
         key = tuple(facts.items())
         agreed = self.transport.agreed
         if key in agreed and self.check != "always":

@@ -290,6 +290,12 @@ def test_calls_of_equal_settings_are_told_apart_by_what_equality_does_not_see():
         expected = torch.logaddexp(once[1], sinks)
         assert torch.allclose(sunk[1], expected)
         assert torch.allclose(sunk[0], plain * torch.exp(once[1] - expected)[..., None])
+    length = torch.tensor(k.shape[1])
+    rf.attention(q, k, v, length=length)
+    rf.attention(q, k, v, length=length.numpy())
+    length += 1
+    with pytest.raises(ValueError, match="length = "):
+        rf.attention(q, k, v, length=length)
     rf.attention(q, k, v, deterministic=True)
     with pytest.raises(TypeError, match="deterministic is int; must be True, False or None"):
         rf.attention(q, k, v, deterministic=1)

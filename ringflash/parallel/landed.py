@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ringflash.kernels.backend import Arrivals
 from ringflash.parallel.lanes import Lane
+from ringflash.parallel.memory import PIECE_THERE, ROOM_TO_LAND, Workspace
 from ringflash.parallel.transport import Parcel, Passage
 from ringflash.schedule.landing import Landing, Piece
 
 if TYPE_CHECKING:
-    from ringflash.parallel.symmetric import Workspace
+    from ringflash.parallel.symmetric import SymmetricTransport
 
 
 class Copy(NamedTuple):
@@ -31,58 +32,88 @@ class Copy(NamedTuple):
     size: int
 
 
+class Own(NamedTuple):
+    """Copies of a piece of own rows, and the flag of the cell that it completes."""
+
+    copies: list[Copy]
+    cell_flag: int | None
+
+
+class Arriving(NamedTuple):
+    """The flag of a piece of another rank, and the flag of the cell that it completes."""
+
+    flag: int
+    sender: int
+    cell_flag: int | None
+
+
+class Outgoing(NamedTuple):
+    """Pieces for one rank, each with the flag to set there, after the flag that it sets here has been taken."""
+
+    room: int
+    viewer: int
+    pieces: list[tuple[list[Copy], int]]
+
+
 @dataclass(frozen=True)
 class Lanes:
-    """here: where the kernel runs. puts: to other ranks. own: of own rows. told: what takes signals and tells the kernel."""
+    """here: where the kernel runs; out: to other ranks; own: of own rows; arriving: takes flags and sets those of cells."""
 
     here: Lane
-    puts: Lane
+    out: Lane
     own: Lane
-    told: Lane
+    arriving: Lane
 
 
 class Steps:
     """All that a pass queues, for shards of these shapes in this memory: found once, for every layer and step."""
 
     def __init__(self, landing: Landing, shard: tuple[Tensor, ...], memory: Workspace, rank: int) -> None:
-        self.memory, self._landing = memory, landing
+        self._memory, self._landing, self._rank = memory, landing, rank
         # Not the shard itself: steps are kept for longer.
         self._like = tuple(torch.empty_like(x, device="meta") for x in shard)
-        ranks, size = len(memory.blocks), landing.cell_rows(rank)
         self.rows = slice(0, landing.rows(rank))
-        cells = -(-self.rows.stop // size)
-        self.arrivals = Arrivals(torch.empty(cells, dtype=torch.int32, device=shard[0].device), size)
-        mine = landing.pieces(rank)
         self.tensors = self._views(rank, self.rows)
+        size = landing.cell_rows(rank)
+        self.arrivals = Arrivals(
+            torch.empty(-(-self.rows.stop // size), dtype=torch.int32, device=shard[0].device), size
+        )
+        mine = landing.pieces(rank)
         # Who puts something here is told that there is room.
-        self.free = [memory.landing_is_free(owner, rank) for owner in sorted({piece.owner for piece in mine} - {rank})]
-        cell_flags = [self.arrivals.flags.data_ptr() + 4 * cell for cell in range(cells)]
+        self.rooms = [
+            memory.flag(ROOM_TO_LAND, writer=rank, reader=owner) for owner in {piece.owner for piece in mine} - {rank}
+        ]
         # Own pieces come first, so a cell of both is complete with the last one of another rank.
-        order = sorted(mine, key=lambda piece: piece.owner != rank)
-        last = {piece.place // size: piece for piece in order}
-        self.own: list[tuple[list[Copy], int | None]] = []  # copies, and the flag of the cell that they complete
-        self.taken: list[tuple[int, int, int | None]] = []  # flag of a piece, its sender, flag of the cell
-        counts = [0] * ranks
+        completes = {piece.place // size: piece for piece in sorted(mine, key=lambda piece: piece.owner != rank)}
+        self.own: list[Own] = []
+        self.arriving: list[Arriving] = []
+        counts = [0] * len(memory.blocks)
         for piece in mine:
-            cell = cell_flags[piece.place // size] if last[piece.place // size] is piece else None
+            cell = piece.place // size
+            cell_flag = self.arrivals.flags.data_ptr() + 4 * cell if completes[cell] is piece else None
             if piece.owner == rank:
-                self.own.append((self._copies(rank, piece), cell))
+                self.own.append(Own(self._copies(rank, piece), cell_flag))
             else:
-                flag = memory.piece_is_there(rank, piece.owner, counts[piece.owner])
-                self.taken.append((flag, piece.owner, cell))
+                flag = memory.flag(PIECE_THERE + counts[piece.owner], writer=piece.owner, reader=rank)
+                self.arriving.append(Arriving(flag, piece.owner, cell_flag))
                 counts[piece.owner] += 1
-        # By viewer, the nearest first: the flag that there is room, and pieces with the flags that they are there.
-        self.puts: list[tuple[int, int, list[tuple[list[Copy], int]]]] = []
-        for viewer in ((rank + hop) % ranks for hop in range(1, ranks)):
-            sent = [piece for piece in landing.pieces(viewer) if piece.owner == rank]
-            steps = [(self._copies(viewer, p), memory.piece_is_there(viewer, rank, i)) for i, p in enumerate(sent)]
-            if steps:
-                self.puts.append((memory.landing_is_free(rank, viewer), viewer, steps))
+        ranks = len(memory.blocks)
+        outgoing = (self._outgoing((rank + hop) % ranks) for hop in range(1, ranks))  # the nearest first
+        self.outgoing = [one for one in outgoing if one.pieces]
+
+    def _outgoing(self, viewer: int) -> Outgoing:
+        memory, rank = self._memory, self._rank
+        pieces = [piece for piece in self._landing.pieces(viewer) if piece.owner == rank]
+        steps = [
+            (self._copies(viewer, piece), memory.flag(PIECE_THERE + i, writer=rank, reader=viewer))
+            for i, piece in enumerate(pieces)
+        ]
+        return Outgoing(memory.flag(ROOM_TO_LAND, writer=viewer, reader=rank), viewer, steps)
 
     def _views(self, viewer: int, rows: slice) -> tuple[Tensor, ...]:
         """`rows` of what lands on a rank."""
         whole = Parcel.of(slice(0, self._landing.rows(viewer)), self._like)
-        return whole.views(self.memory.landing(viewer, self._like[0].dtype), rows)
+        return whole.views(self._memory.landing(viewer, self._like[0].dtype), rows)
 
     def _copies(self, viewer: int, piece: Piece) -> list[Copy]:
         there = self._views(viewer, slice(piece.place, piece.place + piece.count))
@@ -98,37 +129,39 @@ class Steps:
 class LandedPassage(Passage):
     """All rows that this rank sees, own ones too, as one sequence."""
 
-    def __init__(self, steps: Steps, shard: tuple[Tensor, ...], lanes: Lanes) -> None:
-        self._steps, self._shard, self._lanes = steps, shard, lanes
+    def __init__(self, transport: SymmetricTransport, steps: Steps, shard: tuple[Tensor, ...], lanes: Lanes) -> None:
+        self._transport, self._steps, self._shard, self._lanes = transport, steps, shard, lanes
         self.arrivals = steps.arrivals
 
     def __iter__(self) -> Iterator[tuple[int | None, slice, tuple[Tensor, ...]]]:
         steps, lanes = self._steps, self._lanes
+        self._transport.is_under_way = True
         steps.arrivals.flags.zero_()
-        for flag in steps.free:
-            lanes.here.signal(flag)
-        for lane in (lanes.puts, lanes.own, lanes.told):
+        for room in steps.rooms:
+            lanes.here.signal(room)
+        for lane in (lanes.out, lanes.own, lanes.arriving):
             lane.after(lanes.here)
         # All of it is queued before the kernel that waits for it: streams may share what a GPU takes them from.
         begins = [x.data_ptr() for x in self._shard]
-        for copies, cell in steps.own:
+        for copies, cell_flag in steps.own:
             _copy(lanes.own, begins, copies)
-            if cell is not None:
-                lanes.own.signal(cell)
-        for free, viewer, pieces in steps.puts:
-            lanes.puts.take(free, viewer)
-            for copies, there in pieces:
-                _copy(lanes.puts, begins, copies)
-                lanes.puts.signal(there)
+            if cell_flag is not None:
+                lanes.own.signal(cell_flag)
+        for room, viewer, pieces in steps.outgoing:
+            lanes.out.take(room, viewer)
+            for copies, flag in pieces:
+                _copy(lanes.out, begins, copies)
+                lanes.out.signal(flag)
         # A cell of rows of this rank and of others is complete when the others' are there, and own ones before them.
-        lanes.told.after(lanes.own)
-        for there, sender, cell in steps.taken:
-            lanes.told.take(there, sender)
-            if cell is not None:
-                lanes.told.signal(cell)
+        lanes.arriving.after(lanes.own)
+        for flag, sender, cell_flag in steps.arriving:
+            lanes.arriving.take(flag, sender)
+            if cell_flag is not None:
+                lanes.arriving.signal(cell_flag)
         yield None, steps.rows, steps.tensors
-        for lane in (lanes.puts, lanes.own, lanes.told):
+        for lane in (lanes.out, lanes.own, lanes.arriving):
             lanes.here.after(lane)
+        self._transport.is_under_way = False
 
     def gradients(self) -> tuple[Tensor, ...]:
         raise AssertionError("what lands returns nothing")

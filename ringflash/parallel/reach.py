@@ -56,8 +56,16 @@ class GroupReach(Reach):
     def _files(self, size: int) -> list[Tensor]:
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with tempfile.NamedTemporaryFile(prefix="ringflash-", dir=folder) as file:
-            os.ftruncate(file.fileno(), size)
-            names = self._everyone(file.name)
+            try:
+                # Reserved now: where there is no room, touching it would end the process.
+                (os.posix_fallocate if hasattr(os, "posix_fallocate") else _lengthen)(file.fileno(), 0, size)
+                lack = None
+            except OSError as error:
+                lack = f"rank {self._rank} has no room for {size} bytes in {folder or tempfile.gettempdir()}: {error}"
+            names = self._everyone((file.name, lack))
+            if lacks := [lack for _, lack in names if lack is not None]:
+                raise RuntimeError(f"Ring: transport 'symmetric' shares memory among ranks, and {lacks[0]}")
+            names = [name for name, _ in names]
             blocks = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
             # Memory stays when its name goes, but others must have found it by then.
             self._everyone(None)
@@ -83,6 +91,10 @@ class GroupReach(Reach):
         values: list[Any] = [None] * self._ranks
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+
+def _lengthen(file: int, offset: int, size: int) -> None:
+    os.ftruncate(file, offset + size)
 
 
 def _boot() -> str:

@@ -29,6 +29,16 @@ MOST_BYTES = 512 << 20  # of what lands; more is as fast source by source, in me
 
 
 @dataclass(frozen=True)
+class Run:
+    """Rows [row, row + count) of the shard of `owner`, at neighbouring positions from `position` on."""
+
+    owner: int
+    row: int
+    position: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Piece:
     """Rows [row, row + count) of the shard of `owner`, which land as [place, place + count)."""
 
@@ -60,7 +70,7 @@ class Landing:
 
     def rows(self, viewer: int) -> int:
         """How many land on a rank, own ones included."""
-        return max((run.place + run.count for run in self._runs[viewer]), default=0)
+        return max((run.place + run.count for run in self._uncut[viewer]), default=0)
 
     def cell_rows(self, viewer: int) -> int:
         """Rows whose arrival is told together: cells of so many, from the first on. CELL_ROWS times a power of two."""
@@ -78,7 +88,7 @@ class Landing:
     def _cut_at_cells(self, viewer: int) -> list[Piece]:
         size = self.cell_rows(viewer)
         found = []
-        for run in self._runs[viewer]:
+        for run in self._uncut[viewer]:
             place, end = run.place, run.place + run.count
             while place < end:
                 until = min((place // size + 1) * size, end)
@@ -88,8 +98,8 @@ class Landing:
 
     @cached_property
     @on_cpu
-    def _runs(self) -> list[list[Piece]]:
-        """Per rank, uncut, by place."""
+    def _uncut(self) -> list[list[Piece]]:
+        """Per rank, by place, not yet cut at cells."""
         plan = self.plan
         keys = cut(plan.layout, plan.length, plan.ranks)
         blocks = list(
@@ -99,19 +109,19 @@ class Landing:
         )
         everyone = []
         for viewer in range(plan.ranks):
-            runs = []
+            runs: list[Run] = []
             for start, count, owner, held in blocks:
                 seen, first = plan.needs.seen(viewer, owner), held[owner]
                 row, stop = max(first, seen.start), min(first + count, seen.stop)
                 if row < stop:
-                    runs.append(Piece(owner, row, start + row - first, stop - row))
+                    runs.append(Run(owner, row, start + row - first, stop - row))
             everyone.append(self._placed(runs, viewer))
         return everyone
 
-    def _placed(self, runs: list[Piece], viewer: int) -> list[Piece]:
-        """Runs of positions, in their order, with the places where they land: one after another, without a hole."""
+    def _placed(self, runs: list[Run], viewer: int) -> list[Piece]:
+        """Where runs, given by position, land: one after another, without a hole."""
         if self.plan.mask == Full():
-            runs = sorted(runs, key=lambda run: (-((viewer - run.owner) % self.plan.ranks), run.place))
+            runs = sorted(runs, key=lambda run: (-((viewer - run.owner) % self.plan.ranks), run.position))
         place, placed = 0, []
         for run in runs:
             placed.append(Piece(run.owner, run.row, place, run.count))
@@ -142,7 +152,7 @@ class Landing:
 
     def _below(self, x: Tensor) -> Tensor:
         """How many of the keys that land stand below each position."""
-        runs = self._runs[self.plan.rank]
+        runs = self._uncut[self.plan.rank]
         first = torch.tensor([int(self._positions_of(run)[0]) for run in runs], dtype=torch.int32)
         place, count = (torch.tensor([getattr(run, name) for run in runs]).int() for name in ("place", "count"))
         run = torch.searchsorted(first, x.contiguous(), right=True).sub_(1)
@@ -153,7 +163,8 @@ class Landing:
         plan = self.plan
         return shard_positions(plan.layout, plan.length, run.owner, plan.ranks)[run.row : run.row + run.count]
 
+    @on_cpu
     def _positions(self) -> Tensor:
         """Of what lands, int64."""
-        runs = self._runs[self.plan.rank]
+        runs = self._uncut[self.plan.rank]
         return torch.cat([self._positions_of(run) for run in runs]) if runs else torch.zeros(0, dtype=torch.int64)

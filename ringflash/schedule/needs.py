@@ -68,6 +68,7 @@ class Needs:
         return _count(self.gathered((rank - hop) % self.ranks, hop) for hop in range(1, self.hops + 1))
 
     @cached_property
+    @on_cpu
     def widest(self) -> int:
         """The most rows that any rank sees of another one."""
         others = ~torch.eye(self.ranks, dtype=torch.bool)

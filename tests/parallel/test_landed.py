@@ -141,3 +141,17 @@ def test_memory_that_grew_is_let_go():
         return [memory() is not None for memory in alive]
 
     assert run(2, step) == [[False, False, False, True]] * 2
+
+
+def test_a_first_call_of_inference_leaves_flags_that_training_can_use():
+    def step(member):
+        ring = rf.Ring(layout=rf.Zigzag(), transport=SymmetricTransport(member, member.reach()))
+        x = torch.randn(1, 8, 2, 4, requires_grad=True)
+        with torch.inference_mode():
+            rf.attention(x, x, x, ring=ring, mask=rf.Causal())
+        rf.attention(x, x, x, ring=ring, mask=rf.Causal()).sum().backward()
+        return bool(x.grad.isfinite().all())
+
+    CALLS.clear()
+    assert run(2, step) == [True, True]
+    assert None not in CALLS

@@ -12,7 +12,8 @@ import ringflash as rf
 from ringflash.parallel import reach
 from ringflash.parallel.inprocess import MemberReach, run
 from ringflash.parallel.lanes import HostLane
-from ringflash.parallel.symmetric import SymmetricTransport, Workspace
+from ringflash.parallel.memory import Workspace, aligned
+from ringflash.parallel.symmetric import SymmetricTransport
 from ringflash.schedule.plan import plan
 from ringflash.testing.compare import assert_all_close
 from tests.rings import LAYOUTS, attend, attend_in_process, dense, masks, name_of, on_workers
@@ -154,15 +155,9 @@ def test_memory_is_kept_and_does_not_grow_with_ranks():
 
 
 def test_lengths_that_change_ask_for_memory_a_few_times_only():
-    sizes = {Workspace.total_bytes(2, aligned, 0, 0) for aligned in map(symmetric_aligned, range(10_000, 20_000))}
-    assert len(sizes) <= 32
-
-
-def symmetric_aligned(size):
-    from ringflash.parallel.symmetric import _aligned
-
-    assert size <= _aligned(size) <= size * 1.07
-    return _aligned(size)
+    sizes = {size: aligned(size) for size in range(10_000, 20_000)}
+    assert all(size <= taken <= size * 1.07 for size, taken in sizes.items())
+    assert len({Workspace.total_bytes(2, taken, 0, 0) for taken in sizes.values()}) <= 32
 
 
 def on_two_hosts(ring):
@@ -211,3 +206,81 @@ def test_a_rank_that_does_not_come_is_named(workers):
 def test_a_ring_of_one_needs_no_memory():
     x = torch.randn(1, 5, 2, 4, dtype=torch.float64)
     assert torch.equal(rf.attention(x, x, x, ring=rf.Ring(transport="symmetric")), rf.attention(x, x, x))
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_call_after_one_that_broke_off_is_refused(after):
+    """Signals that were set and not taken would let a later call read what is not there yet."""
+
+    def step(member):
+        transport = symmetric(member)
+        x = torch.randn(1, 6, 2, 4)
+        needs = plan(rf.Full(), rf.Contiguous(), 24, member.rank, 4).needs
+        passage = iter(transport.stream((x, x), needs))
+        for _ in range(after):
+            next(passage)
+        del passage
+        with pytest.raises(RuntimeError, match="ended in an error in the middle of its messages.*Make a new Ring"):
+            transport.stream((x, x), needs)
+
+    run(4, step)
+
+
+def test_a_first_call_of_inference_leaves_memory_that_training_can_use():
+    def step(member):
+        ring = rf.Ring(layout=rf.Zigzag(), transport=symmetric(member))
+        x = torch.randn(1, 8, 2, 4, requires_grad=True)
+        with torch.inference_mode():
+            rf.attention(x, x, x, ring=ring, mask=rf.Causal())
+        rf.attention(x, x, x, ring=ring, mask=rf.Causal()).sum().backward()
+        return bool(x.grad.isfinite().all())
+
+    assert run(2, step) == [True, True]
+
+
+def test_the_default_device_is_nobodys_affair():
+    def step(member):
+        ring = rf.Ring(layout=rf.Zigzag(), transport=symmetric(member))
+        x = torch.randn(1, 8, 2, 4)
+        with torch.device("meta"):
+            return rf.attention(x, x, x, ring=ring, mask=rf.Window(3, 1)).device.type
+
+    assert run(2, step) == ["cpu", "cpu"]
+
+
+def share_too_much(ring):
+    """In a worker: what is said where shared memory is full on one rank."""
+
+    def full(file, offset, size):
+        raise OSError(28, "No space left on device")
+
+    ring = rf.Ring(ring.transport.group, transport="symmetric")
+    x = torch.randn(1, 8, 2, 4)
+    with mock.patch.object(reach.os, "posix_fallocate", full if ring.rank == 1 else reach.os.posix_fallocate):
+        try:
+            rf.attention(x, x, x, ring=ring)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_no_room_for_shared_memory_is_an_error_on_every_rank(workers):
+    for said in on_workers(workers, 3, rf.Zigzag(), share_too_much):
+        assert said.startswith("Ring: transport 'symmetric' shares memory among ranks, and rank 1 has no room for ")
+
+
+def attend_over_another_wire(ring):
+    ring = rf.Ring(ring.transport.group, transport="symmetric" if ring.rank == 1 else "peer")
+    x = torch.randn(1, 8, 2, 4)
+    try:
+        rf.attention(x, x, x, ring=ring)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_of_different_transports_are_told(workers):
+    for said in on_workers(workers, 2, rf.Zigzag(), attend_over_another_wire):
+        assert said.startswith(
+            "attention: transport differs among the ranks of the ring; rank 0: PeerTransport, rank 1: S"
+        )
