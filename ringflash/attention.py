@@ -19,7 +19,7 @@ from ringflash.parallel.inprocess import Alone
 from ringflash.parallel.kept import kept
 from ringflash.ring import Ring, check_plain
 from ringflash.schedule.integers import integer
-from ringflash.schedule.layout import Contiguous
+from ringflash.schedule.layout import Contiguous, cut
 from ringflash.schedule.mask import Causal, Full, Mask, Union
 from ringflash.schedule.plan import Plan, plan
 
@@ -252,9 +252,16 @@ def _plans(
                     f"attention: {name} = {given} without a ring, where the tensors have {held} tokens; leave {name} out"
                 )
         return tuple(plan(part, Contiguous(), Sk, query_length=Sq) for part in parts)
-    if length is None:
-        known = (ring.layout.length, *(part.length for part in parts))
-        length = next((number for number in known if number is not None), None)
+    if length is None and ring.layout.length is None:
+        for part in (part for part in parts if part.length is not None):
+            expected = cut(ring.layout, part.length, ring.ranks).shard_lengths[ring.rank]
+            if expected != Sk:
+                raise ValueError(
+                    f"attention: mask {part} is made for {part.length} tokens, of which rank {ring.rank} of {ring.ranks} "
+                    f"holds {expected} under {ring.layout}; k has {Sk}. Make it for the whole sequence, and cut that with "
+                    "Ring.shard"
+                )
+        length = next((part.length for part in parts if part.length is not None), None)
     N = ring.whole_length("attention", Sk, length)
     M = N if query_length is None and Sq == Sk else ring.whole_length("attention", Sq, query_length, "query_length")
     return tuple(plan(part, ring.layout, N, ring.rank, ring.ranks, M) for part in parts)

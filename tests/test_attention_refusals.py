@@ -68,13 +68,13 @@ MASKS = [
     ("causal", TypeError, "mask is str; must be a Mask such as Causal()"),
     (rf.Causal, TypeError, "must be a Mask such as Causal()"),
     (True, TypeError, "mask is bool; must be a Mask"),
-    (rf.Documents([8], causal=True), ValueError, "rank 0 of 2 holds 8 tokens; Contiguous() gives it 4 of length = 8"),
     (
-        rf.Documents([20], causal=True),
+        rf.Documents([8], causal=True),
         ValueError,
-        "rank 0 of 2 holds 8 tokens; Contiguous() gives it 10 of length = 20",
+        "padding=0) is made for 8 tokens, of which rank 0 of 2 holds 4 under Contiguous(); k has 8. Make it",
     ),
-    (rf.Causal() & rf.Documents([15], causal=True), ValueError, "gives it 7 of length = 15. Pass the whole sequence's"),
+    (rf.Documents([20], causal=True), ValueError, "for 20 tokens, of which rank 0 of 2 holds 10 under Contiguous(); k"),
+    (rf.Causal() & rf.Documents([15], causal=True), ValueError, "is made for 15 tokens, of which rank 0 of 2 holds 7"),
     (rf.Documents([[16], [16]], causal=True), ValueError, "is made for 2 batch rows, q has 1"),
     (rf.Padding.right([16, 3], length=16), ValueError, "is made for 2 batch rows, q has 1"),
 ]

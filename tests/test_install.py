@@ -1,4 +1,4 @@
-"""R66: it installs without compiling, and needs nothing but torch and einops to import and to attend on a CPU."""
+"""R66: it installs without compiling, and needs nothing but torch, einops and numpy to import and to attend on a CPU."""
 
 import os
 import subprocess
