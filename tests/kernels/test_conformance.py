@@ -327,7 +327,7 @@ def test_more_tiles_than_a_gpu_has_processors(target, dims, name):
     first = backend.forward(x["q"], x["k"], x["v"], bounds, score, is_last=True)
     expected = dense_gradients(x["q"], x["k"], x["v"], mask, x["dout"], score=score)
     assert relative_error(first.out, expected["out"]) < (1e-5 if target[1] == F32 else 5e-3)
-    for _ in range(5):
+    for _ in range(100):
         again = backend.forward(x["q"], x["k"], x["v"], bounds, score, is_last=True)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
