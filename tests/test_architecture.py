@@ -219,10 +219,7 @@ def test_no_environment_variable_is_read():
 
 
 # Where the host waits, and why.
-WAITING = {
-    "parallel/reach.py": "when memory that ranks share must grow, whoever uses the old one is done first",
-    "parallel/inprocess.py": "the same, of ranks in one process",
-}
+WAITING = {"parallel/lanes.py": "when memory that ranks share must grow, whoever uses the old one is done first"}
 
 
 def test_nothing_waits_for_the_device_or_for_everybody():

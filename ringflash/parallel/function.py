@@ -17,7 +17,7 @@ from ringflash.kernels.backend import Backend, Rows
 from ringflash.kernels.partial import Partial, accumulate_dtype, heads_first, sinks_gradient
 from ringflash.kernels.score import Score
 from ringflash.parallel.kept import kept
-from ringflash.parallel.transport import Passage, Transport
+from ringflash.parallel.transport import Passage, Returning, Transport
 from ringflash.schedule.plan import Plan
 
 Route = Literal["keys", "queries"]
@@ -79,9 +79,8 @@ def keys_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> tupl
     dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q.dtype))
     sums: tuple[Tensor, ...] | None = None
     for plan in work.plans:
-        passage = work.transport.stream(
-            (k, v), plan.needs, returning=2, gradient_dtype=work.gradient_dtype, early=whole_tiles(plan.early)
-        )
+        returning = Returning(2, work.gradient_dtype, whole_tiles(plan.early))
+        passage = work.transport.stream((k, v), plan.needs, returning)
         for source, keys, (k_s, v_s) in passage:
             dk_s, dv_s = passage.gradients()
             bounds = plan.part(source, keys)
@@ -100,9 +99,7 @@ def queries_travel(q: Tensor, k: Tensor, v: Tensor, rows: Rows, work: Work) -> t
     statistics = packed(rows.lse, rows.delta, q.dtype)
     for plan in work.plans:
         shard, needs = (q, rows.dout, statistics), plan.turned.needs
-        passage = work.transport.stream(
-            shard, needs, returning=1, gradient_dtype=work.gradient_dtype, early=whole_tiles(plan.turned.early)
-        )
+        passage = work.transport.stream(shard, needs, Returning(1, work.gradient_dtype, whole_tiles(plan.turned.early)))
         for source, queries, (q_s, dout_s, statistics_s) in passage:
             assert source is not None, "queries come shard by shard"
             (dq_s,) = passage.gradients()

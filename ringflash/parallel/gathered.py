@@ -6,41 +6,22 @@ their sums, so its memory grows with the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
-from ringflash.parallel.passage import NeighbourTransport
-from ringflash.parallel.transport import Parcel, Passage, Transport
+from ringflash.parallel.passage import NeighbourTransport, OverNeighbours
+from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning
 from ringflash.schedule.needs import NOTHING, Needs
 
 
-class GatheredTransport(Transport):
+class GatheredTransport(OverNeighbours):
     """Direct exchange between all pairs of ranks, over a wire that can carry messages between any two."""
 
-    def __init__(self, wire: NeighbourTransport) -> None:
-        super().__init__(wire.rank, wire.ranks)
-        self.wire = wire
-
-    def stream(
-        self,
-        shard: tuple[Tensor, ...],
-        needs: Needs,
-        *,
-        returning: int = 0,
-        gradient_dtype: torch.dtype | None = None,
-        early: int | None = None,
-    ) -> Passage:
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, returning: Returning = NO_RETURN) -> Passage:
         # Gradients go home when all are there, so there is nothing to keep own rows for.
-        return GatheredPassage(self.wire, shard, needs, returning, gradient_dtype)
-
-    def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        return self.wire.all_gather(x, shapes)
-
-    def all_gather_object(self, value: object) -> list[object]:
-        return self.wire.all_gather_object(value)
+        return GatheredPassage(self.wire, shard, needs, returning)
 
 
 class GatheredPassage(Passage):
@@ -51,14 +32,13 @@ class GatheredPassage(Passage):
         wire: NeighbourTransport,
         shard: tuple[Tensor, ...],
         needs: Needs,
-        returning: int,
-        gradient_dtype: torch.dtype | None,
+        returning: Returning,
     ) -> None:
         self._wire, self._shard, self._needs = wire, shard, needs
         self._source = wire.rank
         dtype = accumulate_dtype(shard[0].dtype)
-        self._on_wire = gradient_dtype or dtype
-        self._own = tuple(x.new_zeros(x.shape, dtype=dtype) for x in shard[:returning])
+        self._on_wire = returning.dtype or dtype
+        self._own = tuple(x.new_zeros(x.shape, dtype=dtype) for x in shard[: returning.tensors])
         self._sums: dict[int, Tensor] = {}  # of others' rows that are seen here, flat
 
     def __iter__(self) -> Iterator[tuple[int, slice, tuple[Tensor, ...]]]:

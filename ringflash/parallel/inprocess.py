@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ringflash.parallel.lanes import HostLane, Lane, Reach, StreamLane
+from ringflash.parallel.lanes import HostLane, Lane, Reach
 from ringflash.parallel.passage import InFlight, Message, NeighbourTransport
 
 T = TypeVar("T")
@@ -119,21 +119,12 @@ class MemberReach(Reach):
         return None
 
     def memory(self, size: int, device: torch.device) -> list[Tensor]:
-        everyone: list[Any] = self._member.all_gather_object(torch.empty(size, dtype=torch.uint8, device=device))
-        return everyone
+        return self.everyone(torch.empty(size, dtype=torch.uint8, device=device))
 
-    def settle(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).record_event().synchronize()
-        self._member.all_gather_object(None)
+    def everyone(self, value: object) -> list[Any]:
+        return self._member.all_gather_object(value)
 
-    def here(self, device: torch.device) -> Lane:
-        return StreamLane(torch.cuda.current_stream(device)) if device.type == "cuda" else self._host_lane()
-
-    def new_lane(self, device: torch.device) -> Lane:
-        return StreamLane(torch.cuda.Stream(device)) if device.type == "cuda" else self._host_lane()
-
-    def _host_lane(self) -> Lane:
+    def host_lane(self) -> Lane:
         return HostLane(self._member.rank, PATIENCE_S, self._failed.is_set)
 
 

@@ -115,16 +115,26 @@ class Reach(ABC):
         """`size` bytes of every rank, by rank, as uint8; all ranks call. It lasts as long as the tensors do."""
 
     @abstractmethod
+    def everyone(self, value: object) -> list[Any]:
+        """The value of every rank; all ranks call."""
+
+    @abstractmethod
+    def host_lane(self) -> Lane:
+        """A lane for memory of the CPU."""
+
     def settle(self, device: torch.device) -> None:
         """Afterwards all that any rank has queued in its caller's lane is done; all ranks call. The host waits."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).record_event().synchronize()
+        self.everyone(None)
 
-    @abstractmethod
     def here(self, device: torch.device) -> Lane:
         """The lane in which the caller computes."""
+        return StreamLane(torch.cuda.current_stream(device)) if device.type == "cuda" else self.host_lane()
 
-    @abstractmethod
     def new_lane(self, device: torch.device) -> Lane:
-        """A lane beside that one."""
+        """A lane beside that one, of a higher priority: a hop that starts late is waited for."""
+        return StreamLane(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else self.host_lane()
 
 
 class Driver:

@@ -8,14 +8,14 @@ the order of additions is fixed by rank, not by arrival.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
 from ringflash.parallel.lanes import Reach
-from ringflash.parallel.transport import Parcel, Passage, Transport, early_and_late, is_any
+from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning, Transport, early_and_late, is_any
 from ringflash.schedule.needs import NOTHING, Needs
 
 # What is sent to, or received into from, a rank.
@@ -41,16 +41,22 @@ class NeighbourTransport(Transport):
     def reach(self) -> Reach:
         """The memory of these ranks, for transports that write it."""
 
-    def stream(
-        self,
-        shard: tuple[Tensor, ...],
-        needs: Needs,
-        *,
-        returning: int = 0,
-        gradient_dtype: torch.dtype | None = None,
-        early: int | None = None,
-    ) -> Passage:
-        return NeighbourPassage(self, shard, needs, returning, gradient_dtype, early)
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, returning: Returning = NO_RETURN) -> Passage:
+        return NeighbourPassage(self, shard, needs, returning)
+
+
+class OverNeighbours(Transport):
+    """A transport that has its own way with shards, and does all else as `wire` does."""
+
+    def __init__(self, wire: NeighbourTransport) -> None:
+        super().__init__(wire.rank, wire.ranks)
+        self.wire = wire
+
+    def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        return self.wire.all_gather(x, shapes)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return self.wire.all_gather_object(value)
 
 
 class NeighbourPassage(Passage):
@@ -61,14 +67,12 @@ class NeighbourPassage(Passage):
         wire: NeighbourTransport,
         shard: tuple[Tensor, ...],
         needs: Needs,
-        returning: int,
-        gradient_dtype: torch.dtype | None,
-        early: int | None,
+        returning: Returning,
     ) -> None:
         self._wire, self._shard, self._needs = wire, shard, needs
-        self._early, self._late = early_and_late(needs.seen(wire.rank, wire.rank), early)
+        self._early, self._late = early_and_late(needs.seen(wire.rank, wire.rank), returning.early)
         self._source, self._rows = wire.rank, self._early  # what is here now
-        self._sums = Sums(wire, shard[:returning], needs, gradient_dtype) if returning else None
+        self._sums = Sums(wire, shard[: returning.tensors], needs, returning.dtype) if returning.tensors else None
 
     def __iter__(self) -> Iterator[tuple[int, slice, tuple[Tensor, ...]]]:
         rank, needs = self._wire.rank, self._needs

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.parallel.lanes import HostLane, Lane, Reach, StreamLane
+from ringflash.parallel.lanes import HostLane, Lane, Reach
 
 
 class GroupReach(Reach):
@@ -21,7 +21,7 @@ class GroupReach(Reach):
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
 
     def refuses(self, device: torch.device) -> str | None:
-        facts = self._everyone((socket.gethostname(), _boot(), device.index, _refusal(device)))
+        facts = self.everyone((socket.gethostname(), _boot(), device.index, _refusal(device)))
         refusals = [refusal for *_, refusal in facts if refusal is not None]
         if refusals:
             return str(refusals[0])
@@ -38,7 +38,7 @@ class GroupReach(Reach):
             if not all(torch.cuda.can_device_access_peer(device, other) for other in others)
             else None
         )
-        reasons = [reason for reason in self._everyone(mine) if reason is not None]
+        reasons = [reason for reason in self.everyone(mine) if reason is not None]
         return reasons[0] if reasons else None
 
     def memory(self, size: int, device: torch.device) -> list[Tensor]:
@@ -62,32 +62,20 @@ class GroupReach(Reach):
                 lack = None
             except OSError as error:
                 lack = f"rank {self._rank} has no room for {size} bytes in {folder or tempfile.gettempdir()}: {error}"
-            names = self._everyone((file.name, lack))
+            names = self.everyone((file.name, lack))
             if lacks := [lack for _, lack in names if lack is not None]:
                 raise RuntimeError(f"Ring: transport 'symmetric' shares memory among ranks, and {lacks[0]}")
             names = [name for name, _ in names]
             blocks = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
             # Memory stays when its name goes, but others must have found it by then.
-            self._everyone(None)
+            self.everyone(None)
         return blocks
 
-    def settle(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).record_event().synchronize()
-        self._everyone(None)
-
-    def here(self, device: torch.device) -> Lane:
-        return StreamLane(torch.cuda.current_stream(device)) if device.type == "cuda" else self._host_lane()
-
-    def new_lane(self, device: torch.device) -> Lane:
-        # Of a higher priority: a hop that starts late is waited for.
-        return StreamLane(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else self._host_lane()
-
-    def _host_lane(self) -> Lane:
+    def host_lane(self) -> Lane:
         timeout = self._group._get_backend(torch.device("cpu")).options._timeout
         return HostLane(self._rank, timeout.total_seconds(), lambda: False)
 
-    def _everyone(self, value: object) -> list[Any]:
+    def everyone(self, value: object) -> list[Any]:
         values: list[Any] = [None] * self._ranks
         dist.all_gather_object(values, value, group=self._group)
         return values

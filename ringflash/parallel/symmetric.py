@@ -10,7 +10,7 @@ Between two ranks each message takes two signals: the receiver says that its slo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from math import prod
 
 import torch
@@ -20,20 +20,20 @@ from ringflash.kernels.partial import accumulate_dtype
 from ringflash.parallel.landed import LandedPassage, Lanes, Steps
 from ringflash.parallel.lanes import Lane, Reach
 from ringflash.parallel.memory import FILLED, FREE, ROOM_FOR_SUMS, SLOTS, SUMS_FILLED, Workspace, aligned
-from ringflash.parallel.passage import NeighbourTransport
-from ringflash.parallel.transport import Parcel, Passage, Transport, early_and_late, is_any
+from ringflash.parallel.passage import NeighbourTransport, OverNeighbours
+from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning, early_and_late, is_any
 from ringflash.schedule.landing import Landing
 from ringflash.schedule.needs import NOTHING, Needs
 
 MOST_STEPS = 32  # kept: as many as there are plans
 
 
-class SymmetricTransport(Transport):
+class SymmetricTransport(OverNeighbours):
     """Puts between all pairs of ranks; where their memory cannot be had, what `wire` does, with a warning that says why."""
 
     def __init__(self, wire: NeighbourTransport, reach: Reach) -> None:
-        super().__init__(wire.rank, wire.ranks)
-        self.wire, self.reach = wire, reach
+        super().__init__(wire)
+        self.reach = reach
         self._refusals: dict[torch.device, str | None] = {}
         self._workspaces: dict[torch.device, Workspace] = {}
         self._lanes: dict[tuple[torch.device, str], Lane] = {}
@@ -41,18 +41,10 @@ class SymmetricTransport(Transport):
         self.is_under_way = False  # between the first and the last step of a pass; left so by an error
         self._steps: dict[Hashable, Steps] = {}  # of what lands; the oldest is forgotten first
 
-    def stream(
-        self,
-        shard: tuple[Tensor, ...],
-        needs: Needs,
-        *,
-        returning: int = 0,
-        gradient_dtype: torch.dtype | None = None,
-        early: int | None = None,
-    ) -> Passage:
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, returning: Returning = NO_RETURN) -> Passage:
         if not needs.hops or self.refuses(shard[0].device) is not None:
-            return self.wire.stream(shard, needs, returning=returning, gradient_dtype=gradient_dtype, early=early)
-        return SymmetricPassage(self, shard, needs, returning, gradient_dtype, early)
+            return self.wire.stream(shard, needs, returning)
+        return SymmetricPassage(self, shard, needs, returning)
 
     def refuses(self, device: torch.device) -> str | None:
         """Why the ranks cannot write each other's memory, the same on all of them; asked once, together."""
@@ -61,12 +53,6 @@ class SymmetricTransport(Transport):
             if reason is not None:
                 warnings.warn(f"Ring: transport 'symmetric' sends as 'peer' does, because {reason}", stacklevel=2)
         return self._refusals[device]
-
-    def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        return self.wire.all_gather(x, shapes)
-
-    def all_gather_object(self, value: object) -> list[object]:
-        return self.wire.all_gather_object(value)
 
     def lands(self, device: torch.device) -> bool:
         return self.refuses(device) is None
@@ -146,26 +132,24 @@ class SymmetricPassage(Passage):
         transport: SymmetricTransport,
         shard: tuple[Tensor, ...],
         needs: Needs,
-        returning: int,
-        gradient_dtype: torch.dtype | None,
-        early: int | None,
+        returning: Returning,
     ) -> None:
         self._transport, self._rank, self._ranks, self._needs = transport, transport.rank, transport.ranks, needs
-        self._early, self._late = early_and_late(needs.seen(self._rank, self._rank), early)
+        self._early, self._late = early_and_late(needs.seen(self._rank, self._rank), returning.early)
         self._shard, self._source, self._rows = shard, transport.rank, self._early
         device, dtype = shard[0].device, shard[0].dtype
-        on_wire = gradient_dtype or accumulate_dtype(dtype)
+        on_wire = returning.dtype or accumulate_dtype(dtype)
         self._here, self._out = transport.begin(device), transport.lane(device, "shards")
         self._memory = transport.workspace(
             device,
             slot_bytes=needs.widest * _row_bytes(shard, dtype),
-            sums_bytes=needs.widest * _row_bytes(shard[:returning], on_wire),
+            sums_bytes=needs.widest * _row_bytes(shard[: returning.tensors], on_wire),
         )
         self._dense = tuple(x.contiguous() for x in shard)
         self._out.after(self._here)
         self._returns: Returns | None = None
-        if returning:
-            own = tuple(x.new_zeros(x.shape, dtype=accumulate_dtype(dtype)) for x in shard[:returning])
+        if returning.tensors:
+            own = tuple(x.new_zeros(x.shape, dtype=accumulate_dtype(dtype)) for x in shard[: returning.tensors])
             lanes = self._here, transport.lane(device, "sums")
             self._returns = Returns(needs, own, self._memory, lanes, self._rank, on_wire)
 

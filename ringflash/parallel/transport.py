@@ -93,6 +93,24 @@ class Passage(ABC):
         """After the iteration: the sum over ranks of the gradients of this rank's own shard."""
 
 
+@dataclass(frozen=True)
+class Returning:
+    """What comes home in a pass.
+
+    tensors: of so many of a shard, the first ones, gradients of what was seen, in their accumulate type.
+    dtype: what those are rounded to on the wire; None is the accumulate type, which rounds nothing.
+    early: of the own rows that are seen, so many come first, to compute on while others' are on their way; the rest comes
+        last, while gradients go home. None is all of them first.
+    """
+
+    tensors: int = 0
+    dtype: torch.dtype | None = None
+    early: int | None = None
+
+
+NO_RETURN = Returning()
+
+
 class Transport(ABC):
     """One wire between the ranks of a ring."""
 
@@ -102,23 +120,12 @@ class Transport(ABC):
         self.agreed: dict[object, None] = {}  # calls whose shapes all ranks have compared; see Ring.agree
 
     @abstractmethod
-    def stream(
-        self,
-        shard: tuple[Tensor, ...],
-        needs: Needs,
-        *,
-        returning: int = 0,
-        gradient_dtype: torch.dtype | None = None,
-        early: int | None = None,
-    ) -> Passage:
+    def stream(self, shard: tuple[Tensor, ...], needs: Needs, returning: Returning = NO_RETURN) -> Passage:
         """Bring to every rank what it sees of the others' shards, the next always on its way during compute.
 
         shard: this rank's tensors, of one dtype, rows on axis 1.
         needs: the same on every rank.
-        returning: of so many tensors, the first ones, gradients of what was seen come home, in their accumulate type.
-        gradient_dtype: what those are rounded to on the wire; None is the accumulate type, which rounds nothing.
-        early: of the own rows that are seen, so many come first, to compute on while others' are on their way; the rest
-            comes last, while gradients go home. None is all of them first.
+        returning: what comes home of the gradients of what was seen.
         """
 
     def lands(self, device: torch.device) -> bool:

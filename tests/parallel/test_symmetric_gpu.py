@@ -34,7 +34,7 @@ class SameGpu(GroupReach):
         mine = torch.empty(size, dtype=torch.uint8, device=device)
         return [
             mine if rank == self._rank else rebuild(*arguments)
-            for rank, (rebuild, arguments) in enumerate(self._everyone(reduce_tensor(mine)))
+            for rank, (rebuild, arguments) in enumerate(self.everyone(reduce_tensor(mine)))
         ]
 
 
