@@ -77,6 +77,10 @@ def write(what: str, rows: list[Row], *, gpus: int, matmul: float, out: Path | N
     return path
 
 
+def _cell(value: Any) -> Any:
+    return ", ".join(f"{name} {number}" for name, number in value.items()) if isinstance(value, dict) else value
+
+
 def _markdown(what: str, about: dict[str, Any], rows: list[Row], notes: str) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.tflops))
     lines = [f"# {what}", "", notes, "", *(f"- {key}: {value}" for key, value in about.items()), ""]
@@ -87,6 +91,6 @@ def _markdown(what: str, about: dict[str, Any], rows: list[Row], notes: str) -> 
     for row in rows:
         cells = [row.direction, row.head_dim, row.heads, row.mask, row.tokens, row.batch, row.gpus]
         cells += [f"{row.tflops[n]:.0f}" if n in row.tflops else "" for n in names]
-        cells += [row.extra.get(name, "") for name in extras]
+        cells += [_cell(row.extra.get(name, "")) for name in extras]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

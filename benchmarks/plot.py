@@ -1,8 +1,10 @@
 """Draw what a benchmark measured, on any machine that has matplotlib.
 
     python3 benchmarks/plot.py kernels RESULT.json [RESULT.json ...] [--out DIR]
+    python3 benchmarks/plot.py ring RESULT.json [RESULT.json ...] [--out DIR]
 
-Per head dim and heads: bars, one group per length, and lines over length; directions by masks in each picture.
+Kernels, per head dim and heads: bars, one group per length, and lines over length; directions by masks in each picture.
+Rings: the efficiency of each way over the length of a causal sequence, by heads, forward and with backward.
 """
 
 from __future__ import annotations
@@ -89,10 +91,46 @@ def kernels(paths: list[Path], out: Path) -> list[Path]:
     return drawn
 
 
+RING_COLORS = {
+    "symmetric": "#d62728", "peer": "#ff7f0e", "gathered": "#bcbd22", "torch context parallel": "#2ca02c",
+    "plain NCCL ring": "#7f7f7f",
+}  # fmt: skip
+
+
+def ring(paths: list[Path], out: Path) -> list[Path]:
+    meta, rows = read(paths)
+    out.mkdir(parents=True, exist_ok=True)
+    causal = sorted((row for row in rows if row["mask"] == "causal"), key=lambda row: row["tokens"])
+    heads, directions = sorted({row["heads"] for row in causal}), ("forward", "both")
+    figure, axes = plt.subplots(
+        len(heads), 2, figsize=(12, 4 * len(heads)), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, (h, direction) in zip(axes.flat, [(h, d) for h in heads for d in directions], strict=True):
+        cells = [row for row in causal if (row["heads"], row["direction"]) == (h, direction)]
+        places = range(len(cells))
+        for name, color in RING_COLORS.items():
+            axis.plot(places, [c["extra"]["efficiency"].get(name) for c in cells], marker="o", label=name, color=color)
+        axis.axhline(1.0, linestyle="--", color="black", linewidth=0.8)
+        axis.set_xticks(places, [f"{row['tokens'] // 1024}k" for row in cells])
+        axis.set_title(f"{'forward' if direction == 'forward' else 'forward and backward'}, heads {h}")
+        axis.set_ylabel("TFLOP/s per GPU, of one alone")
+        axis.set_xlabel("tokens of the whole sequence")
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_ylim(0, 1.1)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(RING_COLORS))
+    versions = f"torch {meta['torch']}, {meta['date']}, {meta['commit']}"
+    figure.suptitle(f"{meta['gpus']} x {meta['gpu']}, bf16, head dim 128, causal; {versions}")
+    path = out / f"{paths[0].stem}_efficiency.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("kernels",))
+    parser.add_argument("what", choices=("kernels", "ring"))
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", type=Path, help="folder for the pictures; default that of the first result")
     arguments = parser.parse_args()
-    print(*kernels(arguments.results, arguments.out or arguments.results[0].parent), sep="\n")
+    draw_all = {"kernels": kernels, "ring": ring}[arguments.what]
+    print(*draw_all(arguments.results, arguments.out or arguments.results[0].parent), sep="\n")

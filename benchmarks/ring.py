@@ -1,6 +1,6 @@
 """Rings on the GPUs of this machine beside one GPU alone, PyTorch's context parallel, and a plain NCCL ring.
 
-    python3 benchmarks/run.py ring [--totals 8192 16384] [--heads 16:16 64:8] [--masks causal] [--seconds 300]
+    python3 benchmarks/run.py ring [--totals 8192 16384] [--heads 16:16 64:8] [--masks causal] [--only symmetric peer]
 
 Forward, and forward with backward, bf16, head dim 128. Alone: the whole sequence on each GPU with the kernels that
 ringflash takes by itself. Efficiency: TFLOP/s per GPU over that. All candidates of a case are checked against it, then timed
@@ -182,10 +182,10 @@ def time_ms(call: Call, goes_back: bool) -> float:
     return longest.item()
 
 
-def host_ms(call: Call) -> float:
+def host_ms(case: Case, call: Call) -> float:
     """What a forward call takes of the host's time, median."""
     times = []
-    for _ in range(10):
+    for _ in range(3 if case.total > 65536 else 10):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda._sleep(int(HEAD_START_MS * 2e6))
@@ -196,11 +196,13 @@ def host_ms(call: Call) -> float:
     return median(times)
 
 
-def measure(case: Case, rings: dict[str, rf.Ring], rounds: int) -> Iterator[Row]:
-    """Rows of a case, forward and both; what fails or differs is said and left out."""
+def measure(case: Case, rings: dict[str, rf.Ring], rounds: int, only: list[str] | None = None) -> Iterator[Row]:
+    """Rows of a case, forward and both; what fails or differs is said and left out. only: candidates beside alone."""
     ring = next(iter(rings.values())).with_layout(case.layout())
     inputs = Inputs.of(case, ring)
     found = candidates(case, inputs, rings)
+    if only is not None:
+        found = {name: candidate for name, candidate in found.items() if name in ("alone", *only)}
     since = time.monotonic()
     with found["alone"]() as call:
         expected = tuple(ring.shard(x).clone() for x in call(True))
@@ -213,7 +215,7 @@ def measure(case: Case, rings: dict[str, rf.Ring], rounds: int) -> Iterator[Row]
                 worst = difference(call(True), expected)
                 if worst > TOLERANCE:
                     raise ValueError(f"differs by {worst:.1e}")
-                host[name] = round(host_ms(call), 3)
+                host[name] = round(host_ms(case, call), 3)
             # Kernels are compiled here: minutes on a new machine.
             say(f"  {case.total} {case.heads} {case.mask}: {name} is right, {time.monotonic() - since:.0f} s")
         except Exception as error:  # a candidate that cannot run is a result too
@@ -221,8 +223,10 @@ def measure(case: Case, rings: dict[str, rf.Ring], rounds: int) -> Iterator[Row]
             del found[name]
     del expected
     times: dict[tuple[str, bool], list[float]] = {}
+    order = list(found.items())
     for i in range(rounds + 1):
-        for name, candidate in found.items():
+        # Each takes each place: who follows a long one finds the GPUs warm, and slower.
+        for name, candidate in order[i % len(order) :] + order[: i % len(order)]:
             with candidate() as call:
                 if "context" in name:
                     call(True)  # its buffers are new
@@ -281,7 +285,7 @@ def work(arguments: argparse.Namespace) -> None:
                 if spent.item() > arguments.seconds:
                     say(f"{total} {heads} {mask}: left out, {arguments.seconds} s are over")
                     continue
-                for row in measure(Case(total, heads, mask), rings, arguments.rounds):
+                for row in measure(Case(total, heads, mask), rings, arguments.rounds, arguments.only):
                     rows.append(row)
                     say(line(row))
                 torch.cuda.empty_cache()
@@ -296,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--totals", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 262144])
     parser.add_argument("--heads", nargs="+", default=["16:16", "64:8"])
+    parser.add_argument("--only", nargs="+", help="candidates by name, beside one GPU alone")
     parser.add_argument("--masks", nargs="+", default=["causal"], choices=["full", "causal", "documents", "window"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=300, help="no case is begun later")

@@ -156,7 +156,8 @@ def _resolve(
     wire, on_wire = (_ALONE, None) if ring is None else (ring.transport, ring.gradient_dtype)
     work = Work(plans, score, forward, backward, wire, deterministic, chosen_route, on_wire)
     facts = _facts(q, k, v, plans, f"{forward.name}, {backward.name}", score, is_trained)
-    return work, {**facts, "route": chosen_route, "gradient_dtype": str(on_wire)}
+    # How gradients come home depends on all of these.
+    return work, {**facts, "route": chosen_route, "gradient_dtype": str(on_wire), "deterministic": deterministic}
 
 
 # Of one ring: as many as plans are kept.

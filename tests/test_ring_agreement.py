@@ -70,6 +70,18 @@ def test_all_ranks_are_listed_not_only_those_that_differ():
     assert in_process(4, rf.Zigzag(), refusal, {"batch": 5}) == [message] * 4
 
 
+def test_repeatable_bits_are_wanted_by_all_or_none():
+    """They come by another way home."""
+
+    def step(member):
+        x = torch.zeros(1, 8, 2, 4)
+        with pytest.raises(ValueError, match="deterministic differs .* rank 0: True, rank 1: False"):
+            rf.attention(x, x, x, ring=rf.Ring(transport=member), deterministic=member.rank == 0)
+        return True
+
+    assert all(run(2, step))
+
+
 def test_layouts_that_differ_are_refused():
     def step(member):
         layout = rf.Striped() if member.rank else rf.Contiguous()

@@ -79,14 +79,52 @@ class Rows:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Keys that are still on their way when a kernel is launched: cell i is of keys [i rows, (i + 1) rows).
+    """Rows (of keys, or of queries) that are still on their way when a kernel is launched, in cells of `rows` each.
 
-    flags: int32 [cells]; one that is not 0 says that all keys of its cell are there.
+    flags: int32 [cells]; one that is not 0 says that all rows of its cell are there.
     rows: 128 times a power of two.
+    late: those from late[0] to late[1] come last.
+    places: int32 [blocks of 128 rows]; the row of `shard` that begins a block, or -1 - that of what arrives.
+    shard: this rank's own tensors. Those that are given hold what arrives only, fewer rows than the bounds have.
     """
 
     flags: Tensor
     rows: int
+    late: tuple[int, int]
+    places: Tensor
+    shard: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Departures:
+    """Sums that leave as soon as they are complete, for some heads at a time.
+
+    flags: int32 [groups]; a kernel sets i to 1 when sums are complete for heads [i heads, (i + 1) heads) of what departs,
+        counted over the batch. 0 beforehand, or 1 where nothing departs, so that no kernel will say so.
+    counts: int32 [groups] for the kernel's own use, 0 beforehand.
+    blocks: int32 [blocks of 128 keys]; 1 where some of these keys' gradients, or of the queries' that see them, depart.
+    departing: how many of those blocks there are.
+    """
+
+    flags: Tensor
+    counts: Tensor
+    heads: int
+    blocks: Tensor
+    departing: int
+
+
+@dataclass(frozen=True)
+class Lands:
+    """What of a backward call arrives, and departs, while its kernel is at work: all gradients come of one call.
+
+    travels: "keys": all keys that these queries see; adds to dq, dk and dv, of which dk and dv depart. "queries": all
+        queries that see these keys, with what is known of them; adds to dq, which departs, and writes dk and dv whole, in
+        q's type.
+    """
+
+    travels: Literal["keys", "queries"]
+    arrivals: Arrivals
+    departures: Departures
 
 
 class Backend(ABC):
@@ -151,7 +189,12 @@ class Backend(ABC):
         deterministic: the same bits on every run.
         is_all: these keys are all that the queries see, and the queries all that see the keys. dq, dk and dv are then
             unset memory in q's type, to be written whole.
+        Backends for which lands_backward says so also take `lands`: Lands | None.
         """
+
+    def lands_backward(self, head_dim: int, value_dim: int) -> bool:
+        """Whether backward takes `lands` for heads of these dims."""
+        return False
 
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, bounds: Bounds, score: Score, deterministic: bool

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
 from ringflash.parallel.passage import NeighbourTransport, OverNeighbours
-from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning
+from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning, rounded
 from ringflash.schedule.needs import NOTHING, Needs
 
 
@@ -87,7 +88,7 @@ class GatheredPassage(Passage):
             self._sums[source] = self._own[0].new_zeros(parcel.numel)
         return parcel.views(self._sums[source], rows)
 
-    def collect(self) -> tuple[Tensor, ...]:
+    def collect(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         assert self._own, "collect() is for a returning passage"
         rank = self._wire.rank
         # The next rank first: sums are formed in the order in which a ring forms them.
@@ -107,4 +108,4 @@ class GatheredPassage(Passage):
                 self._gradients_of(viewer, rank).add(buffer, rows, (total[:, rows] for total in totals))
             for own, total in zip(self._own, totals, strict=True):
                 own += total
-        return self._own
+        return rounded(self._own, dtype)

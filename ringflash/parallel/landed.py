@@ -2,128 +2,42 @@
 
 The kernel is launched at once and waits, cell by cell, for what it comes to; see `Arrivals`. Owners put their rows into the
 memory of each rank that sees them, in the order in which kernels go, and a lane here tells the kernel what is complete.
+Gradients of what landed go home while the kernel is at work on other heads; see `Departures`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ringflash.kernels.backend import Arrivals
+from ringflash.kernels.partial import accumulate_dtype
+from ringflash.kernels.sums import write_sum
 from ringflash.parallel.lanes import Lane
-from ringflash.parallel.memory import PIECE_THERE, ROOM_TO_LAND, Workspace
-from ringflash.parallel.transport import Parcel, Passage
-from ringflash.schedule.landing import Landing, Piece
+from ringflash.parallel.steps import Copy, Steps
+from ringflash.parallel.transport import Passage
 
 if TYPE_CHECKING:
     from ringflash.parallel.symmetric import SymmetricTransport
 
 
-class Copy(NamedTuple):
-    """Bytes of one tensor of a shard: from its beginning + offset to an address."""
-
-    tensor: int
-    offset: int
-    to: int
-    size: int
-
-
-class Own(NamedTuple):
-    """Copies of a piece of own rows, and the flag of the cell that it completes."""
-
-    copies: list[Copy]
-    cell_flag: int | None
-
-
-class Arriving(NamedTuple):
-    """The flag of a piece of another rank, and the flag of the cell that it completes."""
-
-    flag: int
-    sender: int
-    cell_flag: int | None
-
-
-class Outgoing(NamedTuple):
-    """Pieces for one rank, each with the flag to set there, after the flag that it sets here has been taken."""
-
-    room: int
-    viewer: int
-    pieces: list[tuple[list[Copy], int]]
-
-
 @dataclass(frozen=True)
 class Lanes:
-    """here: where the kernel runs; out: to other ranks; own: of own rows; arriving: takes flags and sets those of cells."""
+    """here: where the kernel runs; out: to other ranks, two, for each rests between copies; arriving: takes flags and sets
+    those of cells.
+    """
 
     here: Lane
-    out: Lane
-    own: Lane
+    out: tuple[Lane, Lane]
     arriving: Lane
 
-
-class Steps:
-    """All that a pass queues, for shards of these shapes in this memory: found once, for every layer and step."""
-
-    def __init__(self, landing: Landing, shard: tuple[Tensor, ...], memory: Workspace, rank: int) -> None:
-        self._memory, self._landing, self._rank = memory, landing, rank
-        # Not the shard itself: steps are kept for longer.
-        self._like = tuple(torch.empty_like(x, device="meta") for x in shard)
-        self.rows = slice(0, landing.rows(rank))
-        self.tensors = self._views(rank, self.rows)
-        size = landing.cell_rows(rank)
-        self.arrivals = Arrivals(
-            torch.empty(-(-self.rows.stop // size), dtype=torch.int32, device=shard[0].device), size
-        )
-        mine = landing.pieces(rank)
-        # Who puts something here is told that there is room.
-        self.rooms = [
-            memory.flag(ROOM_TO_LAND, writer=rank, reader=owner) for owner in {piece.owner for piece in mine} - {rank}
-        ]
-        # Own pieces come first, so a cell of both is complete with the last one of another rank.
-        completes = {piece.place // size: piece for piece in sorted(mine, key=lambda piece: piece.owner != rank)}
-        self.own: list[Own] = []
-        self.arriving: list[Arriving] = []
-        counts = [0] * len(memory.blocks)
-        for piece in mine:
-            cell = piece.place // size
-            cell_flag = self.arrivals.flags.data_ptr() + 4 * cell if completes[cell] is piece else None
-            if piece.owner == rank:
-                self.own.append(Own(self._copies(rank, piece), cell_flag))
-            else:
-                flag = memory.flag(PIECE_THERE + counts[piece.owner], writer=piece.owner, reader=rank)
-                self.arriving.append(Arriving(flag, piece.owner, cell_flag))
-                counts[piece.owner] += 1
-        ranks = len(memory.blocks)
-        outgoing = (self._outgoing((rank + hop) % ranks) for hop in range(1, ranks))  # the nearest first
-        self.outgoing = [one for one in outgoing if one.pieces]
-
-    def _outgoing(self, viewer: int) -> Outgoing:
-        memory, rank = self._memory, self._rank
-        pieces = [piece for piece in self._landing.pieces(viewer) if piece.owner == rank]
-        steps = [
-            (self._copies(viewer, piece), memory.flag(PIECE_THERE + i, writer=rank, reader=viewer))
-            for i, piece in enumerate(pieces)
-        ]
-        return Outgoing(memory.flag(ROOM_TO_LAND, writer=viewer, reader=rank), viewer, steps)
-
-    def _views(self, viewer: int, rows: slice) -> tuple[Tensor, ...]:
-        """`rows` of what lands on a rank."""
-        whole = Parcel.of(slice(0, self._landing.rows(viewer)), self._like)
-        return whole.views(self._memory.landing(viewer, self._like[0].dtype), rows)
-
-    def _copies(self, viewer: int, piece: Piece) -> list[Copy]:
-        there = self._views(viewer, slice(piece.place, piece.place + piece.count))
-        copies = []
-        for i, to in enumerate(there):
-            row_bytes = to.stride(1) * to.itemsize
-            for b in range(to.shape[0]):
-                offset = (b * self._like[i].shape[1] + piece.row) * row_bytes
-                copies.append(Copy(i, offset, to[b].data_ptr(), piece.count * row_bytes))
-        return copies
+    @property
+    def others(self) -> tuple[Lane, ...]:
+        return (*self.out, self.arriving)
 
 
 class LandedPassage(Passage):
@@ -131,45 +45,104 @@ class LandedPassage(Passage):
 
     def __init__(self, transport: SymmetricTransport, steps: Steps, shard: tuple[Tensor, ...], lanes: Lanes) -> None:
         self._transport, self._steps, self._shard, self._lanes = transport, steps, shard, lanes
-        self.arrivals = steps.arrivals
+        self.arrivals, self.departures = replace(steps.arrivals, shard=shard), steps.departures
+        self._sums: tuple[Tensor, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[int | None, slice, tuple[Tensor, ...]]]:
         steps, lanes = self._steps, self._lanes
         self._transport.is_under_way = True
-        steps.arrivals.flags.zero_()
+        steps.flags.copy_(steps.flags_before)
         for room in steps.rooms:
             lanes.here.signal(room)
-        for lane in (lanes.out, lanes.own, lanes.arriving):
+        for lane in lanes.others:
             lane.after(lanes.here)
         # All of it is queued before the kernel that waits for it: streams may share what a GPU takes them from.
         begins = [x.data_ptr() for x in self._shard]
-        for copies, cell_flag in steps.own:
-            _copy(lanes.own, begins, copies)
-            if cell_flag is not None:
-                lanes.own.signal(cell_flag)
+        first, second = lanes.out
         for room, viewer, pieces in steps.outgoing:
-            lanes.out.take(room, viewer)
-            for copies, flag in pieces:
-                _copy(lanes.out, begins, copies)
-                lanes.out.signal(flag)
-        # A cell of rows of this rank and of others is complete when the others' are there, and own ones before them.
-        lanes.arriving.after(lanes.own)
-        for flag, sender, cell_flag in steps.arriving:
-            lanes.arriving.take(flag, sender)
+            first.take(room, viewer)
+            second.after(first)
+            for copies_and_flags in zip(*pieces, strict=True):
+                for lane, (copies, flag) in zip(lanes.out, copies_and_flags, strict=True):
+                    _copy(lane, begins, copies)
+                    lane.signal(flag)
+        for flags, sender, cell_flag in steps.arriving:
+            for flag in flags:
+                lanes.arriving.take(flag, sender)
             if cell_flag is not None:
                 lanes.arriving.signal(cell_flag)
+        # Before the kernel, not beside it: copies within one GPU are made by multiprocessors, and it takes all of them.
+        _copy(lanes.here, begins, steps.own)
+        self._sums = tuple(_sums_of(x, steps.rows.stop) for x in self._shard[: steps.returning])
         yield None, steps.rows, steps.tensors
-        for lane in (lanes.out, lanes.own, lanes.arriving):
+        # And this is queued after the kernel, which it waits for.
+        self._go_home()
+        for lane in lanes.others:
             lanes.here.after(lane)
-        self._transport.is_under_way = False
+        if not steps.returning:
+            self._transport.is_under_way = False
+
+    def _go_home(self) -> None:
+        steps, (first, second) = self._steps, self._lanes.out
+        if not steps.homeward:
+            return
+        begins = [x.data_ptr() for x in self._sums]
+        for one in steps.homeward:
+            first.take(one.room, one.owner)
+        second.after(first)
+        for group in range(steps.done.shape[0]):
+            for i, lane in enumerate((first, second)):
+                lane.wait(steps.done.data_ptr() + 4 * group)
+                for one in steps.homeward:
+                    _copy(lane, begins, one.copies[group][i::2])
+        first.after(second)
+        for one in steps.homeward:
+            first.signal(one.filled)
 
     def gradients(self) -> tuple[Tensor, ...]:
-        raise AssertionError("what lands returns nothing")
+        return self._sums
 
-    def collect(self) -> tuple[Tensor, ...]:
-        raise AssertionError("what lands returns nothing")
+    def collect(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        steps, transport = self._steps, self._transport
+        for viewer, flag in steps.returned:
+            self._lanes.here.take(flag, viewer)
+        transport.is_under_way = False
+        # Own ones first, then by distance: the same order on every run.
+        viewers = [transport.rank, *(viewer for viewer, _ in steps.returned)]
+        parts = [list(steps.parts(viewer, self._sums)) for viewer in viewers]
+        return tuple(
+            _added(x, total.dtype if dtype is None else dtype, [part for one in parts for part in one[i]])
+            for i, (x, total) in enumerate(zip(self._shard, self._sums, strict=False))
+        )
 
 
 def _copy(lane: Lane, begins: list[int], copies: list[Copy]) -> None:
     for copy in copies:
-        lane.copy(copy.to, begins[copy.tensor] + copy.offset, copy.size)
+        lane.copy_rows(copy.to, begins[copy.tensor] + copy.offset, copy.size, copy.times, copy.to_step, copy.step)
+
+
+def _sums_of(x: Tensor, rows: int) -> Tensor:
+    """Zeros [B, rows, H, D] in the accumulate type, in memory [B, H, rows, D]: the sums of some heads lie together."""
+    B, _, H, D = x.shape
+    return x.new_zeros(B, H, rows, D, dtype=accumulate_dtype(x.dtype)).transpose(1, 2)
+
+
+def _added(like: Tensor, dtype: torch.dtype, parts: list[tuple[slice, Tensor]]) -> Tensor:
+    """The sum of parts (rows, values of these rows), in `dtype`, rounded once; what is added to may be changed."""
+    total = like.new_empty(like.shape, dtype=dtype)
+    ends = sorted({0, like.shape[1]} | {end for rows, _ in parts for end in (rows.start, rows.stop)})
+    for begin, stop in pairwise(ends):
+        values = [
+            x[:, begin - rows.start : stop - rows.start]
+            for rows, x in parts
+            if rows.start <= begin and stop <= rows.stop
+        ]
+        here = total[:, begin:stop]
+        if not values:
+            here.zero_()
+            continue
+        first, *others = values
+        for x in others[:-1]:
+            first += x
+        write_sum(here, first, *others[-1:])
+    return total

@@ -34,12 +34,20 @@ class Lane(ABC):
         """Copy bytes within memory here, or to that of another rank."""
 
     @abstractmethod
+    def copy_rows(self, to: int, origin: int, size: int, count: int, to_step: int, origin_step: int) -> None:
+        """Copy `count` times `size` bytes that begin so many bytes apart."""
+
+    @abstractmethod
     def signal(self, flag: int) -> None:
         """Set a flag, here or on another rank, once all that was queued before is done."""
 
     @abstractmethod
     def take(self, flag: int, sender: int) -> None:
         """Wait for a flag of this rank that `sender` sets, and clear it."""
+
+    @abstractmethod
+    def wait(self, flag: int) -> None:
+        """Wait for a flag that a kernel of this rank sets, and leave it set."""
 
     def put(self, to: Tensor, x: Tensor) -> None:
         """Copy x into the memory `to`; both alike in shape and type, and dense but for axis 0."""
@@ -62,6 +70,10 @@ class HostLane(Lane):
     def copy(self, to: int, origin: int, size: int) -> None:
         ctypes.memmove(to, origin, size)
 
+    def copy_rows(self, to: int, origin: int, size: int, count: int, to_step: int, origin_step: int) -> None:
+        for i in range(count):
+            ctypes.memmove(to + i * to_step, origin + i * origin_step, size)
+
     def signal(self, flag: int) -> None:
         place = ctypes.c_int32.from_address(flag)
         assert not place.value, "the last signal was taken"
@@ -80,6 +92,9 @@ class HostLane(Lane):
                 )
         place.value = 0
 
+    def wait(self, flag: int) -> None:
+        assert ctypes.c_int32.from_address(flag).value, "what a kernel does on a CPU is done when it returns"
+
 
 class StreamLane(Lane):
     """A stream of a GPU."""
@@ -95,12 +110,21 @@ class StreamLane(Lane):
     def copy(self, to: int, origin: int, size: int) -> None:
         self._driver.copy(self._handle, to, origin, size)
 
+    def copy_rows(self, to: int, origin: int, size: int, count: int, to_step: int, origin_step: int) -> None:
+        if count == 1:
+            self._driver.copy(self._handle, to, origin, size)
+        else:
+            self._driver.copy_rows(self._handle, to, origin, size, count, to_step, origin_step)
+
     def signal(self, flag: int) -> None:
         self._driver.write(self._handle, flag, 1)
 
     def take(self, flag: int, sender: int) -> None:
         self._driver.wait(self._handle, flag, 1)
         self._driver.write(self._handle, flag, 0)
+
+    def wait(self, flag: int) -> None:
+        self._driver.wait(self._handle, flag, 1)
 
 
 class Reach(ABC):
@@ -137,6 +161,27 @@ class Reach(ABC):
         return StreamLane(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else self.host_lane()
 
 
+class _Rows(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        (f"{end}{name}", kind)
+        for end in ("src", "dst")
+        for name, kind in (
+            ("XInBytes", ctypes.c_size_t),
+            ("Y", ctypes.c_size_t),
+            ("MemoryType", ctypes.c_uint),
+            ("Host", ctypes.c_void_p),
+            ("Device", ctypes.c_uint64),
+            ("Array", ctypes.c_void_p),
+            ("Pitch", ctypes.c_size_t),
+        )
+    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
+
+
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whose memory it is
+
+
 class Driver:
     """Calls of CUDA's driver on a stream: torch has one end of the signals, and copies at ten times the host's time."""
 
@@ -146,6 +191,7 @@ class Driver:
         self._write, self._wait = (_found(library, f"cuStream{name}Value32", flag) for name in ("Write", "Wait"))
         copy = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self._copy = _found(library, "cuMemcpyDtoDAsync", copy)
+        self._copy_rows = _found(library, "cuMemcpy2DAsync", [ctypes.POINTER(_Rows), ctypes.c_void_p])
 
     def write(self, stream: int, flag: int, value: int) -> None:
         # Without options: what came before is visible to all GPUs before the value is.
@@ -156,6 +202,15 @@ class Driver:
 
     def copy(self, stream: int, to: int, origin: int, size: int) -> None:
         _check(self._copy(to, origin, size, stream), "cuMemcpyDtoDAsync")
+
+    def copy_rows(
+        self, stream: int, to: int, origin: int, size: int, count: int, to_step: int, origin_step: int
+    ) -> None:
+        rows = _Rows(
+            srcMemoryType=_UNIFIED, srcDevice=origin, srcPitch=origin_step,
+            dstMemoryType=_UNIFIED, dstDevice=to, dstPitch=to_step, WidthInBytes=size, Height=count,
+        )  # fmt: skip
+        _check(self._copy_rows(ctypes.byref(rows), stream), "cuMemcpy2DAsync")
 
 
 def _found(library: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:

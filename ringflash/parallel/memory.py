@@ -12,7 +12,8 @@ from ringflash.schedule.landing import CELLS, MOST_BLOCKS
 
 # What a flag says of a message from one rank to another; the last ones, of each piece of what lands.
 FREE, FILLED, ROOM_FOR_SUMS, SUMS_FILLED, ROOM_TO_LAND, PIECE_THERE = range(6)
-MOST_PIECES = CELLS + MOST_BLOCKS  # of one rank on another
+LANES_OUT = 2  # on which the tensors of a shard go to another rank
+MOST_PIECES = LANES_OUT * (CELLS + MOST_BLOCKS)  # of one rank on another
 SLOTS = 2  # one is computed with while the next is filled
 
 
@@ -54,10 +55,10 @@ class Workspace:
         begin = self.flags_bytes(len(self.blocks)) + SLOTS * self.slot_bytes
         return self.blocks[holder][begin : begin + self.sums_bytes].view(dtype)
 
-    def landing(self, holder: int, dtype: torch.dtype) -> Tensor:
-        """Where `holder` gets all that it sees, flat."""
+    def landing(self, holder: int) -> Tensor:
+        """Where `holder` gets all that it sees, in bytes."""
         begin = self.flags_bytes(len(self.blocks)) + SLOTS * self.slot_bytes + self.sums_bytes
-        return self.blocks[holder][begin : begin + self.landing_bytes].view(dtype)
+        return self.blocks[holder][begin : begin + self.landing_bytes]
 
 
 def aligned(size: int) -> int:

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
 from ringflash.parallel.lanes import Reach
-from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning, Transport, early_and_late, is_any
+from ringflash.parallel.transport import (
+    NO_RETURN,
+    Parcel,
+    Passage,
+    Returning,
+    Transport,
+    early_and_late,
+    is_any,
+    rounded,
+)
 from ringflash.schedule.needs import NOTHING, Needs
 
 # What is sent to, or received into from, a rank.
@@ -127,9 +136,9 @@ class NeighbourPassage(Passage):
         assert self._sums is not None, "gradients() is for a returning passage"
         return self._sums.share(self._source, self._rows)
 
-    def collect(self) -> tuple[Tensor, ...]:
+    def collect(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         assert self._sums is not None, "collect() is for a returning passage"
-        return self._sums.home()
+        return rounded(self._sums.home(), dtype)
 
 
 class Sums:

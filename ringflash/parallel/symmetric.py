@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.partial import accumulate_dtype
-from ringflash.parallel.landed import LandedPassage, Lanes, Steps
+from ringflash.parallel.landed import LandedPassage, Lanes
 from ringflash.parallel.lanes import Lane, Reach
 from ringflash.parallel.memory import FILLED, FREE, ROOM_FOR_SUMS, SLOTS, SUMS_FILLED, Workspace, aligned
 from ringflash.parallel.passage import NeighbourTransport, OverNeighbours
-from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning, early_and_late, is_any
+from ringflash.parallel.steps import Steps
+from ringflash.parallel.transport import NO_RETURN, Parcel, Passage, Returning, early_and_late, is_any, rounded
 from ringflash.schedule.landing import Landing
 from ringflash.schedule.needs import NOTHING, Needs
 
@@ -40,6 +41,7 @@ class SymmetricTransport(OverNeighbours):
         self._last: dict[torch.device, Lane] = {}  # in which the last pass was
         self.is_under_way = False  # between the first and the last step of a pass; left so by an error
         self._steps: dict[Hashable, Steps] = {}  # of what lands; the oldest is forgotten first
+        self._captured: dict[int, Workspace | Steps] = {}  # what CUDA graphs have the addresses of
 
     def stream(self, shard: tuple[Tensor, ...], needs: Needs, returning: Returning = NO_RETURN) -> Passage:
         if not needs.hops or self.refuses(shard[0].device) is not None:
@@ -57,18 +59,25 @@ class SymmetricTransport(OverNeighbours):
     def lands(self, device: torch.device) -> bool:
         return self.refuses(device) is None
 
-    def landed(self, shard: tuple[Tensor, ...], landing: Landing) -> Passage:
-        dense = tuple(x.contiguous() for x in shard)
-        device, parcel = dense[0].device, Parcel.of(slice(0, landing.most_rows), dense)
+    def landed(self, shard: tuple[Tensor, ...], landing: Landing, returning: Returning = NO_RETURN) -> Passage:
+        dense = tuple(x if x.dim() == 3 else x.contiguous() for x in shard)
+        device = dense[0].device
         here = self.begin(device)
-        memory = self.workspace(device, landing_bytes=parcel.numel * dense[0].itemsize)
-        key = (landing, parcel.shapes, dense[0].dtype, device)
+        memory = self.workspace(
+            device,
+            landing_bytes=Steps.landing_bytes(landing, dense),
+            sums_bytes=Steps.sums_bytes(landing, dense, returning.tensors),
+        )
+        key = (landing, tuple((x.shape, x.dtype) for x in dense), returning.tensors, returning.heads, device)
         if key not in self._steps:
+            self._check_not_capturing(device)
             with torch.inference_mode(False):
-                self._steps[key] = Steps(landing, dense, memory, self.rank)
+                self._steps[key] = Steps(landing, dense, memory, self.rank, returning.tensors, returning.heads)
             if len(self._steps) > MOST_STEPS:
                 del self._steps[next(iter(self._steps))]
-        lanes = Lanes(here, *(self.lane(device, name) for name in ("shards", "own", "arrivals")))
+        self._keep_for_graph(device, self._steps[key])
+        out = self.lane(device, "shards"), self.lane(device, "more shards")
+        lanes = Lanes(here, out, self.lane(device, "arrivals"))
         return LandedPassage(self, self._steps[key], dense, lanes)
 
     def workspace(
@@ -77,12 +86,9 @@ class SymmetricTransport(OverNeighbours):
         """Memory with room for so much, kept from call to call; all ranks ask for the same, in the same order."""
         held = self._workspaces.get(device)
         if held is not None and held.has_room(slot_bytes, sums_bytes, landing_bytes):
+            self._keep_for_graph(device, held)
             return held
-        if is_capturing(device):
-            raise RuntimeError(
-                "Ring: a CUDA graph is being captured, and transport 'symmetric' has no memory for messages of this size "
-                "yet; run the same call once before capturing"
-            )
+        self._check_not_capturing(device)
         before = (0, 0, 0) if held is None else (held.slot_bytes, held.sums_bytes, held.landing_bytes)
         wanted = (slot_bytes, sums_bytes, landing_bytes)
         sizes = tuple(aligned(max(a, b)) for a, b in zip(wanted, before, strict=True))
@@ -98,6 +104,18 @@ class SymmetricTransport(OverNeighbours):
         self.reach.settle(device)
         self._workspaces[device] = Workspace(blocks, *sizes)
         return self._workspaces[device]
+
+    def _check_not_capturing(self, device: torch.device) -> None:
+        if is_capturing(device):
+            raise RuntimeError(
+                "Ring: a CUDA graph is being captured, and transport 'symmetric' has no memory for messages of this size "
+                "yet; run the same call once before capturing"
+            )
+
+    def _keep_for_graph(self, device: torch.device, what: Workspace | Steps) -> None:
+        """A graph that is being captured may be replayed as long as this transport lives."""
+        if is_capturing(device):
+            self._captured[id(what)] = what
 
     def lane(self, device: torch.device, name: str) -> Lane:
         """A lane of this transport's own."""
@@ -209,11 +227,11 @@ class SymmetricPassage(Passage):
         assert self._returns is not None, "gradients() is for a returning passage"
         return self._returns.share(self._source, self._rows)
 
-    def collect(self) -> tuple[Tensor, ...]:
+    def collect(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         assert self._returns is not None, "collect() is for a returning passage"
         home = self._returns.home()
         self._transport.is_under_way = False
-        return home
+        return rounded(home, dtype)
 
 
 class Returns:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.backend import Arrivals
+from ringflash.kernels.backend import Arrivals, Departures
 from ringflash.schedule.landing import Landing
 from ringflash.schedule.needs import Needs
 
@@ -73,10 +73,15 @@ def early_and_late(own: slice, early: int | None) -> tuple[slice, slice]:
     return slice(own.start, cut), slice(cut, own.stop)
 
 
+def rounded(sums: tuple[Tensor, ...], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    return sums if dtype is None else tuple(x.to(dtype) for x in sums)
+
+
 class Passage(ABC):
     """One pass of shards around the ring: iterate it; in backward add into `gradients` meanwhile, then `collect`."""
 
     arrivals: Arrivals | None = None  # of tensors that are yielded before they are there
+    departures: Departures | None = None  # of gradients that leave before the pass is over
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[int | None, slice, tuple[Tensor, ...]]]:
@@ -89,8 +94,8 @@ class Passage(ABC):
         """The sums for what was just yielded of the tensors that return some: in the accumulate type, to add into."""
 
     @abstractmethod
-    def collect(self) -> tuple[Tensor, ...]:
-        """After the iteration: the sum over ranks of the gradients of this rank's own shard."""
+    def collect(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """After the iteration: the sum over ranks of the gradients of this rank's own shard, rounded to dtype if given."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,13 @@ class Returning:
     dtype: what those are rounded to on the wire; None is the accumulate type, which rounds nothing.
     early: of the own rows that are seen, so many come first, to compute on while others' are on their way; the rest comes
         last, while gradients go home. None is all of them first.
+    heads: where all is in one piece, gradients of so many heads go home together.
     """
 
     tensors: int = 0
     dtype: torch.dtype | None = None
     early: int | None = None
+    heads: int = 1
 
 
 NO_RETURN = Returning()
@@ -132,8 +139,11 @@ class Transport(ABC):
         """Whether `landed` serves tensors there; the same on every rank."""
         return False
 
-    def landed(self, shard: tuple[Tensor, ...], landing: Landing) -> Passage:
-        """Bring all that this rank sees in one piece, to a backend that waits for it."""
+    def landed(self, shard: tuple[Tensor, ...], landing: Landing, returning: Returning = NO_RETURN) -> Passage:
+        """Bring all that this rank sees in one piece, to a backend that waits for it. Gradients are not rounded on the wire.
+
+        shard: tensors [B, rows, ...] of any types; those [B, rows, H] lie as row statistics do.
+        """
         raise NotImplementedError(f"{type(self).__name__} brings shards one by one")
 
     @abstractmethod

@@ -161,6 +161,9 @@ def query_needs(mask: Mask, layout: Layout, length: int, ranks: int, query_lengt
     # far as the ones whose lo is not past the last.
     lo = _first_query(mask, keys.start.long(), 1, query_length, shift)
     hi = _first_query(mask, keys.last.long(), 0, query_length, shift)
+    # Rows without keys at either end, such as padding, have ends too, which may lie inside a block.
+    first_row, past_row = ((x.clamp(-NO_END // 4, NO_END // 4)[:, None] - shift).clamp_min(0) for x in mask.rows())
+    lo, hi = torch.maximum(lo, first_row), torch.minimum(hi, past_row)
     is_empty = (keys.count == 0).expand_as(lo)
     return _table(keys, queries, lo.masked_fill(is_empty, 0), torch.maximum(lo, hi).masked_fill(is_empty, 0))
 

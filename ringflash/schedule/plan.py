@@ -59,6 +59,7 @@ class Plan:
                 shape=self._shape(source),
                 column_ends=None if seen == NOTHING else lambda device: self._local_columns(device)[source],
                 positions=lambda: (self.positions, shard_positions(self.layout, self.length, source, self.ranks)[seen]),
+                is_causal=self.mask == Causal(),
             )
         return self._bounds[source]
 
@@ -143,6 +144,13 @@ class Plan:
             raise ValueError(f"mask {self.mask}: its bounds decrease from one query to the next, which no mask's may")
         return lo.clamp(0, self.length).int(), hi.clamp(0, self.length).int()
 
+    def ends_here(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Ends of the queries at these positions, on any rank, as rows of this rank's keys: int32 [1 or B, queries]."""
+        lo, hi = (x.clamp(0, self.length).int() for x in self.mask.bounds(positions))
+        keys, here = cut(self.layout, self.length, self.ranks).to(device), torch.full((1,), self.rank, device=device)
+        lo, hi = (keys.below(x, here)[0] for x in moved(device, lo, hi))
+        return lo, hi
+
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """Ranks that own at least one key visible from here."""
@@ -157,6 +165,11 @@ class Plan:
     def landing(self) -> Landing:
         """All keys that are seen from here as one sequence, and how it is put together."""
         return Landing(self)
+
+    @cached_property
+    def landing_upwards(self) -> Landing:
+        """The same for a kernel that takes keys from the first one on, as backward does."""
+        return Landing(self, walk="up")
 
     @property
     def last(self) -> int | None:

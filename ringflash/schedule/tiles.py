@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringflash.schedule.copies import Copies, moved
+from ringflash.schedule.diagonals import diagonals
 
 CPU = torch.device("cpu")
 Edge = Literal["straight", "slanted"]
@@ -60,6 +61,7 @@ class Bounds:
     column_ends: makes the ends of `transposed`; None where they are to be found from `ends`.
     shape: what is known of the ends beforehand: "full", every row sees every column; "causal", a causal square, row i sees
         columns [0, i + 1); or "rows", to be read row by row.
+    is_causal: whether rows see the columns up to their own position and no others, so that `diagonals` may say which.
     Compared by identity: bounds come from the plan cache.
     """
 
@@ -69,6 +71,7 @@ class Bounds:
     positions: Callable[[], Ends]
     column_ends: Callable[[torch.device], Ends] | None = None
     shape: Shape = "rows"
+    is_causal: bool = False
     _copies: Copies = field(default_factory=Copies)
     _parts: dict[tuple[int, int, int, int], Bounds] = field(default_factory=dict)
 
@@ -128,6 +131,7 @@ class Bounds:
                 ends=lambda device: self._ends_of(rows, columns, device),
                 positions=lambda: (self.positions()[0][rows], self.positions()[1][columns]),
                 shape="full" if self.shape == "full" else "rows",
+                is_causal=self.is_causal,
             )
         return self._parts[key]
 
@@ -135,6 +139,20 @@ class Bounds:
         count = columns.stop - columns.start
         lo, hi = ((end[:, rows] - columns.start).clamp_(0, count) for end in self.to(device))
         return tightened(lo, hi)
+
+    @cached_property
+    def has_diagonals(self) -> bool:
+        return self._diagonals is not None
+
+    @cached_property
+    def _diagonals(self) -> Ends | None:
+        return diagonals(*self.positions()) if self.is_causal else None
+
+    def diagonals_to(self, device: torch.device) -> Ends:
+        """See schedule.diagonals: (of the rows, of the columns) on a device."""
+        assert self._diagonals is not None, "asked for where has_diagonals"
+        tables = self._diagonals
+        return self._copies.get("diagonals", device, lambda: _pair(moved(device, *tables)))
 
     def positions_to(self, device: torch.device) -> Ends:
         """The global positions on a device, int32."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringflash.schedule.copies import moved, on_cpu
+from ringflash.schedule.copies import on_cpu
+from ringflash.schedule.landing import Landing
 from ringflash.schedule.layout import cut, shard_positions
 from ringflash.schedule.mask import Causal, Full
 from ringflash.schedule.needs import Needs, query_needs
@@ -53,6 +54,7 @@ class Turned:
                 ends=lambda device: self._form(source, device),
                 positions=lambda: (self._positions(source), self._keys_here()[columns]),
                 shape=self._shape(source, rows, columns),
+                is_causal=self.plan.mask == Causal(),
             )
         return self._bounds[source]
 
@@ -60,6 +62,11 @@ class Turned:
         """`turned[source]` of some rows of its queries, all of which come here."""
         begin = self.queries(source).start
         return self[source].part(rows=slice(rows.start - begin, rows.stop - begin))
+
+    @cached_property
+    def landing(self) -> Landing:
+        """All queries that see keys of this rank as one sequence, and how it is put together."""
+        return Landing(self.plan, "queries", walk="up")
 
     @property
     def early(self) -> int:
@@ -87,10 +94,7 @@ class Turned:
 
     @on_cpu
     def _form(self, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        plan, columns = self.plan, self.keys(source)
-        lo, hi = (x.clamp(0, plan.length).int() for x in plan.mask.bounds(self._positions(source)))
-        lo, hi = moved(device, lo, hi)
-        keys, here = cut(plan.layout, plan.length, plan.ranks).to(device), torch.full((1,), plan.rank, device=device)
+        columns = self.keys(source)
+        lo, hi = self.plan.ends_here(self._positions(source), device)
         count = columns.stop - columns.start
-        lo, hi = (keys.below(x, here)[0].sub_(columns.start).clamp_(0, count) for x in (lo, hi))
-        return tightened(lo, hi)
+        return tightened(*(x.sub_(columns.start).clamp_(0, count) for x in (lo, hi)))

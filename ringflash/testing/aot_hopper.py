@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from ringflash.kernels.backend import Arrivals, Rows
+from ringflash.kernels.backend import Arrivals, Departures, Lands, Rows
 from ringflash.kernels.hopper import launch
 from ringflash.kernels.hopper.tuning import MULTIPROCESSORS
 from ringflash.kernels.partial import Partial, row_statistic
@@ -49,10 +49,10 @@ class Variant:
     direction: Literal["forward", "backward", "keys", "queries"]
     head_dim: int
     value_dim: int
-    shape: Shape
+    shape: str  # of bounds, or "blocks" where they have diagonals
     is_into: bool = False
     is_whole: bool = False  # forward: the last keys; backward: all keys
-    is_waiting: bool = False  # forward: for keys that arrive meanwhile
+    is_waiting: bool = False  # forward: for keys that arrive meanwhile; backward: for queries, or keys if not all
     dtype: torch.dtype = torch.bfloat16
     tokens: int = TOKENS
 
@@ -63,7 +63,7 @@ class Variant:
             words = [("long", self.tokens == LONG), ("into", self.is_into), ("rounded", self.is_whole)]
             words += [("waiting", self.is_waiting)]
         else:
-            words = [("stored", self.is_whole)]
+            words = [("stored", self.is_whole), ("waiting", self.is_waiting)]
         modes = [word for word, is_so in words if is_so]
         return " ".join([self.direction, dims, SHORT[self.dtype], self.shape, *modes])
 
@@ -124,9 +124,13 @@ def variants(direction: str) -> Iterator[Variant]:
         yield Variant("forward", 64, 64, "causal", is_into=True, tokens=LONG)
         yield Variant("forward", 128, 128, "rows", is_whole=True, dtype=torch.float16)  # compiles like bf16
         yield Variant("forward", 128, 128, "rows", is_whole=True, is_waiting=True)
+        yield Variant("forward", 128, 128, "blocks", is_whole=True, is_waiting=True)
     else:
         for dims, shape, is_whole in BACKWARD:
             yield Variant("backward", *dims, shape, is_whole=is_whole)
+        yield Variant("backward", 128, 128, "rows", is_waiting=True)
+        yield Variant("backward", 64, 64, "rows", is_whole=True, is_waiting=True)
+        yield Variant("backward", 128, 128, "blocks", is_whole=True, is_waiting=True)
         for dims, shape, is_whole in KEYS:
             yield Variant("keys", *dims, shape, is_whole=is_whole)
         for dims, shape, is_whole in QUERIES:
@@ -213,7 +217,7 @@ def _forward(variant: Variant) -> None:
     q, k, v = _inputs(variant)
     into = Partial.unset(q, variant.value_dim) if variant.is_into else None
     score = Score().resolve(variant.head_dim)
-    arrivals = Arrivals(torch.zeros(2, dtype=torch.int32), 128) if variant.is_waiting else None
+    arrivals = _arrivals(k, v) if variant.is_waiting else None
     launch.Hopper().forward(q, k, v, _bounds(variant), score, into, variant.is_whole, arrivals)
 
 
@@ -222,11 +226,23 @@ def _backward(variant: Variant) -> None:
     dout = q.new_empty(1, variant.tokens, QUERY_HEADS, variant.value_dim)
     statistic = row_statistic(q, torch.float32)
     dq, dk, dv = (torch.empty_like(x, dtype=None if variant.is_whole else torch.float32) for x in (q, k, v))
+    rows, score = Rows(dout, dout, statistic, statistic, False), Score().resolve(variant.head_dim)
+    lands = None
+    if variant.is_waiting:
+        done, counts, blocks = torch.zeros(3, 2, dtype=torch.int32)
+        shard, heads = ((q, dout, statistic, statistic), QUERY_HEADS) if variant.is_whole else ((k, v), KEY_HEADS)
+        departures = Departures(done, counts, heads, blocks, 1)
+        lands = Lands("queries" if variant.is_whole else "keys", _arrivals(*shard), departures)
+        dq = dq.float()
     launch.Hopper().backward(
-        q, k, v, Rows(dout, dout, statistic, statistic, False), _bounds(variant),
-        Score().resolve(variant.head_dim), dq, dk, dv, deterministic=variant.direction != "backward",
-        is_all=variant.is_whole,
+        q, k, v, rows, _bounds(variant), score, dq, dk, dv, deterministic=variant.direction != "backward",
+        is_all=variant.is_whole, lands=lands,
     )  # fmt: skip
+
+
+def _arrivals(*shard: Tensor) -> Arrivals:
+    flags = torch.zeros(2, dtype=torch.int32)
+    return Arrivals(flags, 128, (0, 0), flags, shard)
 
 
 def _inputs(variant: Variant) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +255,15 @@ def _bounds(variant: Variant) -> Bounds:
     tokens = variant.tokens
     ends = torch.zeros(1, tokens, dtype=torch.int32)
     positions = torch.arange(tokens)
-    return Bounds(tokens, tokens, lambda device: (ends, ends), lambda: (positions, positions), shape=variant.shape)
+    shape = cast(Shape, "rows" if variant.shape == "blocks" else variant.shape)
+    return Bounds(
+        tokens,
+        tokens,
+        lambda device: (ends, ends),
+        lambda: (positions, positions),
+        shape=shape,
+        is_causal=variant.shape == "blocks",
+    )
 
 
 def line_of(variant: Variant) -> dict[str, Any]:

@@ -332,6 +332,17 @@ def test_more_tiles_than_a_gpu_has_processors(target, dims, name):
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
+@pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][2] == "cuda"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("layout", [rf.Contiguous(), rf.Zigzag()], ids=lambda x: type(x).__name__)
+def test_shards_of_whole_blocks(target, layout, dims):
+    """As they are in training: under a causal mask kernels read a number for each block, and no ends."""
+    problem = {"batch": 2, "queries": 2048, "heads": (4, 2), "dim": dims[0], "value_dim": dims[1]}
+    with right_or_refused(target):
+        for rank in range(2):
+            check(target, *attend(target, problem, rf.Causal(), ranks=2, rank=rank, layout=layout))
+
+
 @pytest.mark.parametrize("target", [target for target in EXACT if target.values[0][0] == "hopper"])
 @pytest.mark.parametrize("name", [name for name in LONG if LONG[name][0] != rf.Full()])
 def test_three_warpgroups_under_a_mask(target, name, monkeypatch):

@@ -8,7 +8,21 @@ shared memory: each forms half of its rows if there are 128, else half of its co
 Source: Shah et al., arXiv:2407.08608; Dao, arXiv:2307.08691.
 """
 
-from ringflash.kernels.hopper.device import LOG2_E, clear_rows, exp2, meet, signal
+from ringflash.kernels.hopper.device import (
+    LOG2_E,
+    Arriving,
+    Departing,
+    clear_rows,
+    depart,
+    diagonal,
+    exp2,
+    late_blocks,
+    meet,
+    own_or_arrived,
+    place_of,
+    signal,
+    upwards,
+)
 from ringflash.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -85,7 +99,10 @@ def place(tile, heads, Sk, GROUP, KEYS_OF_TILE: gl.constexpr):
 
 
 @gluon.jit
-def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr):
+def visited(
+    lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr,
+    LANDS: gl.constexpr,
+):  # fmt: skip
     """(first row, blocks that hide rows at the left, end of the blocks that show all, all blocks) of a tile."""
     last = gl.minimum(key + KEYS_OF_TILE, Sk) - 1
     if SHAPE == "full":
@@ -98,9 +115,16 @@ def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, ROWS: gl.co
         end = key * 0 + Sq
         all_from = last
         all_until = end
+    elif SHAPE == "blocks":
+        begin, slope = diagonal(lo_ptr, key)
+        unseen, slope_last = diagonal(lo_ptr, last)
+        end = key * 0 + Sq
+        all_from = unseen + slope_last * (last % 64)
+        all_until = end
     else:
-        # The copy engine finds row statistics, 4 bytes each, at whole 16 bytes only.
-        begin = gl.load(lo_ptr + key) // 4 * 4
+        # The copy engine finds row statistics, 4 bytes each, at whole 16 bytes only. What lands does so block by block.
+        ALIGN: gl.constexpr = ROWS if LANDS == "rows" else 4
+        begin = gl.load(lo_ptr + key) // ALIGN * ALIGN
         end = gl.load(hi_ptr + last)
         all_from = gl.load(lo_ptr + last)
         all_until = gl.load(hi_ptr + key)
@@ -114,39 +138,73 @@ def visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS_OF_TILE: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
+def _load_keys(k_desc, v_desc, shared, b, hk, key):
+    for c in gl.static_range(2):
+        tma_load(k_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(0), shared.k.index(c))
+    for c in gl.static_range(2):
+        tma_load(v_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(1), shared.v.index(c))
+
+
+@gluon.jit
+def _load_rows(q_desc, lse_desc, dout_desc, delta_desc, shared, stage, b, h, Hq, row):
+    tma_load(q_desc, [b, h, row, 0], shared.q_full.index(stage), shared.q.index(stage))
+    tma_load(lse_desc, [b * Hq + h, row], shared.q_full.index(stage), shared.lse.index(stage))
+    tma_load(dout_desc, [b, h, row, 0], shared.dout_full.index(stage), shared.dout.index(stage))
+    tma_load(delta_desc, [b * Hq + h, row], shared.dout_full.index(stage), shared.delta.index(stage))
+
+
+@gluon.jit
 def _load(
-    shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
+    shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, q_own_desc, k_own_desc, v_own_desc, dout_own_desc,
+    lse_own_desc, delta_own_desc, lo_ptr, hi_ptr, arriving, stride_bounds,
+    B, Hq, Hk, Sq, Sk, GROUP,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SHAPE: gl.constexpr,
+    LANDS: gl.constexpr,
 ):  # fmt: skip
     """The load warp: keys and values once, then q, dout and the row statistics of every step."""
     SIZE: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
     hk = head - b * Hk
+    seen = 0
+    own_place = -1
+    there = key
+    if LANDS == "keys":
+        own_place = place_of(arriving, key)
+        there, seen = own_or_arrived(arriving, own_place, key, Sk, seen, 2 * KEYS)
     mbarrier.expect(shared.kv_full.index(0), 2 * KEYS * BLOCK_D * SIZE)
     mbarrier.expect(shared.kv_full.index(1), 2 * KEYS * BLOCK_DV * SIZE)
-    for c in gl.static_range(2):
-        tma_load(k_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(0), shared.k.index(c))
-    for c in gl.static_range(2):
-        tma_load(v_desc, [b, hk, key + c * KEYS, 0], shared.kv_full.index(1), shared.v.index(c))
+    if own_place >= 0:
+        _load_keys(k_own_desc, v_own_desc, shared, b, hk, there)
+    else:
+        _load_keys(k_desc, v_desc, shared, b, hk, there)
+    own_place = -1
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE, LANDS
     )
+    first_late = n_left
+    late_end = n_left
+    if LANDS == "rows":
+        first_late, late_end = late_blocks(arriving, begin, n_left, n_full, ROWS)
     group = Hq // Hk
     n = 0
     for g in range(group):
         h = hk * group + g
         for block in range(n_all):
             row = begin + block * ROWS
+            if LANDS == "rows":
+                row = begin + upwards(block, n_full, first_late, late_end) * ROWS
+                own_place = place_of(arriving, row)
+                row, seen = own_or_arrived(arriving, own_place, row, Sq, seen, ROWS)
             stage = n % STAGES
             if n >= STAGES:
                 meet(STAGE_FREE + stage, 2 * 128 + 32)
             mbarrier.expect(shared.q_full.index(stage), ROWS * BLOCK_D * SIZE + ROWS * 4)
-            tma_load(q_desc, [b, h, row, 0], shared.q_full.index(stage), shared.q.index(stage))
-            tma_load(lse_desc, [b * Hq + h, row], shared.q_full.index(stage), shared.lse.index(stage))
             mbarrier.expect(shared.dout_full.index(stage), ROWS * BLOCK_DV * SIZE + ROWS * 4)
-            tma_load(dout_desc, [b, h, row, 0], shared.dout_full.index(stage), shared.dout.index(stage))
-            tma_load(delta_desc, [b * Hq + h, row], shared.dout_full.index(stage), shared.delta.index(stage))
+            if own_place >= 0:
+                _load_rows(q_own_desc, lse_own_desc, dout_own_desc, delta_own_desc, shared, stage, b, h, Hq, row)
+            else:
+                _load_rows(q_desc, lse_desc, dout_desc, delta_desc, shared, stage, b, h, Hq, row)
             n += 1
     # Take what is signalled after the last use, so that no barrier is left half full.
     for i in gl.static_range(STAGES):
@@ -156,15 +214,20 @@ def _load(
 
 @gluon.jit
 def _add_dq(
-    shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP,
-    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr, WITH_DQ: gl.constexpr,
+    shared, dq_desc, lo_ptr, hi_ptr, arriving, departing, stride_bounds,
+    B, Hq, Hk, Sq, Sk, GROUP,
+    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr, WITH_DQ: gl.constexpr, LANDS: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds finished tiles of dq, one from each warpgroup a step, into global memory."""
     head, key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
     b = head // Hk
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, 2 * KEYS, ROWS, SHAPE, LANDS
     )
+    first_late = n_left
+    late_end = n_left
+    if LANDS == "rows":
+        first_late, late_end = late_blocks(arriving, begin, n_left, n_full, ROWS)
     group = Hq // Hk
     if not WITH_DQ:
         n_all = 0
@@ -172,6 +235,8 @@ def _add_dq(
         h = (head - b * Hk) * group + g
         for block in range(n_all):
             row = begin + block * ROWS
+            if LANDS == "rows":
+                row = begin + upwards(block, n_full, first_late, late_end) * ROWS
             for c in gl.static_range(2):
                 meet(DQ_FULL + c, 128 + 32)
                 if ROWS == 2 * DQ_ROWS:
@@ -182,6 +247,8 @@ def _add_dq(
             signal(DQ_FREE, 128 + 32)
             tma_store_wait(0)
             signal(DQ_FREE + 1, 128 + 32)
+    if LANDS == "rows":
+        depart(departing, head, B * Hk, key // (2 * KEYS), GROUP, 1)
 
 
 @gluon.jit
@@ -235,6 +302,10 @@ def write_ends(ends, c: gl.constexpr, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE: gl.con
         hi = gl.load(hi_ptr + keys, mask=inside, other=0)
     elif SHAPE == "causal":
         lo = keys
+        hi = gl.where(inside, Sq, 0)
+    elif SHAPE == "blocks":
+        first, slope = diagonal(lo_ptr, key)
+        lo = first + slope * (keys - key)
         hi = gl.where(inside, Sq, 0)
     else:
         lo = keys * 0
@@ -387,9 +458,10 @@ def _visit_rows(
 
 @gluon.jit
 def _differentiate(
-    c: gl.constexpr, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+    c: gl.constexpr, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, departing, stride_bounds,
     B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr, SHAPE: gl.constexpr, STORE: gl.constexpr,
+    LANDS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup c: keys c * KEYS ... of the program's tile."""
     head, tile_key = place(gl.program_id(0), B * Hk, Sk, GROUP, 2 * KEYS)
@@ -397,7 +469,7 @@ def _differentiate(
     hk = head - b * Hk
     key = tile_key + c * KEYS
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, 2 * KEYS, ROWS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, tile_key, Sq, Sk, 2 * KEYS, ROWS, SHAPE, LANDS
     )
     seen_from, seen_until = write_ends(
         shared.ends, c, lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, SHAPE
@@ -440,22 +512,36 @@ def _differentiate(
         add_sums(dk_desc, memory, dk, b, hk, key, 0, BLOCK_D, PIECE)
         add_sums(dv_desc, memory, dv, b, hk, key, 0, BLOCK_DV, PIECE)
     tma_store_wait(0)
+    if LANDS == "keys":
+        depart(departing, head, B * Hk, tile_key // (2 * KEYS), GROUP, 8)
 
 
-@gluon.jit(do_not_specialize=["stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP"])
+@gluon.jit(
+    do_not_specialize=[
+        "total", "cell_rows_log2", "late_from", "late_until", "stride_bounds", "B", "Hq", "Hk", "Sq", "Sk", "GROUP",
+    ]
+)  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, lo_ptr, hi_ptr,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc,
+    q_own_desc, k_own_desc, v_own_desc, dout_own_desc, lse_own_desc, delta_own_desc, dq_desc, dk_desc, dv_desc,
+    lo_ptr, hi_ptr, flags_ptr, places_ptr, cell_rows_log2, late_from, late_until, done_ptr, counts_ptr, blocks_ptr, total,
     stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
-    SHAPE: gl.constexpr, STORE: gl.constexpr,
+    SHAPE: gl.constexpr, STORE: gl.constexpr, LANDS: gl.constexpr,
 ):  # fmt: skip
     """Add to dq [B, Sq, Hq, ...] fp32; add to dk, dv [B, Sk, Hk, ...] fp32 or, if STORE, write them in q's type.
 
     Without WITH_DQ another kernel forms dq, and the warpgroups need nothing of one another.
 
     Descriptors are of [B, heads, tokens, dim], those of lse and delta of [B x Hq, Sq]. lo, hi int32 [1 or B, Sk]: the rows
-    that see each key; read where SHAPE is "rows", else they follow from "full" or "causal". scale > 0.
+    that see each key; read where SHAPE is "rows", else they follow from "full" or "causal", or from a number for every 64
+    keys in place of lo where it is "blocks", see diagonal. scale > 0.
+
+    LANDS: "rows" or "keys" (or "none") are still arriving, but for those that the own descriptors describe, see Arriving;
+        and what is added to, dq of "rows", dk and dv of "keys", departs for GROUP heads at a time, see Departing.
     """
+    arriving = Arriving(flags_ptr, places_ptr, cell_rows_log2, late_from, late_until)
+    departing = Departing(done_ptr, counts_ptr, blocks_ptr, total)
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, BLOCK_D], k_desc.layout)
@@ -490,21 +576,23 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (
-                0, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+                0, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, departing, stride_bounds,
                 B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
-                STORE,
+                STORE, LANDS,
             )),
             (_differentiate, (
-                1, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, stride_bounds,
+                1, shared, dk_desc, dv_desc, lo_ptr, hi_ptr, departing, stride_bounds,
                 B, Hq, Hk, Sq, Sk, GROUP, scale, BLOCK_D, BLOCK_DV, ROWS, STAGES, WITH_DQ, SHAPE,
-                STORE,
+                STORE, LANDS,
             )),
             (_load, (
-                shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, lo_ptr, hi_ptr, stride_bounds,
-                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE,
+                shared, q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, q_own_desc, k_own_desc, v_own_desc,
+                dout_own_desc, lse_own_desc, delta_own_desc, lo_ptr, hi_ptr, arriving, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, BLOCK_DV, ROWS, STAGES, SHAPE, LANDS,
             )),
             (_add_dq, (
-                shared, dq_desc, lo_ptr, hi_ptr, stride_bounds, B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, ROWS, SHAPE, WITH_DQ,
+                shared, dq_desc, lo_ptr, hi_ptr, arriving, departing, stride_bounds,
+                B, Hq, Hk, Sq, Sk, GROUP, BLOCK_D, ROWS, SHAPE, WITH_DQ, LANDS,
             )),
         ],
         [4, 1, 1],

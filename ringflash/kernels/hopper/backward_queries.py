@@ -85,7 +85,7 @@ def _load(
     b = head // Hq
     h = head - b * Hq
     hk = h // (Hq // Hk)
-    begin, n_left, n_full, n_all, keys = visited(
+    begin, n_left, n_full, n_all, keys, _ = visited(
         lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, row, Sq, Sk, TILE, BLOCK_K, SHAPE
     )
     if n_all > 0:
@@ -217,7 +217,7 @@ def _differentiate(
     row = tile * TILE + c * ROWS
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
-    begin, n_left, n_full, n_all, keys = visited(lo_ptr, hi_ptr, tile * TILE, Sq, Sk, TILE, BLOCK_K, SHAPE)
+    begin, n_left, n_full, n_all, keys, _ = visited(lo_ptr, hi_ptr, tile * TILE, Sq, Sk, TILE, BLOCK_K, SHAPE)
     dq = gl.full([ROWS, BLOCK_D], 0.0, gl.float32, layout=LQ)
     if n_all > 0:
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LS))

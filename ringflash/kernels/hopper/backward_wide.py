@@ -76,7 +76,7 @@ def _load(
     mbarrier.expect(shared.kv_full.index(1), KEYS * BLOCK_DV * SIZE)
     tma_load(v_desc, [b, hk, key, 0], shared.kv_full.index(1), shared.v)
     begin, n_left, n_full, n_all = visited(
-        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, KEYS, ROWS, SHAPE
+        lo_ptr + b * stride_bounds, hi_ptr + b * stride_bounds, key, Sq, Sk, KEYS, ROWS, SHAPE, "none"
     )
     group = Hq // Hk
     n = 0
@@ -169,7 +169,7 @@ def _differentiate(
     group = Hq // Hk
     lo_ptr += b * stride_bounds
     hi_ptr += b * stride_bounds
-    begin, n_left, n_full, n_all = visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS, ROWS, SHAPE)
+    begin, n_left, n_full, n_all = visited(lo_ptr, hi_ptr, key, Sq, Sk, KEYS, ROWS, SHAPE, "none")
     seen_from, seen_until = write_ends(shared.ends, c, lo_ptr, hi_ptr, key, Sq, Sk, SHAPE)
     dk = gl.full([KEYS, HALF], 0.0, gl.float32, layout=LK)
     dv = gl.full([KEYS, HALF_V], 0.0, gl.float32, layout=LV)

@@ -67,9 +67,9 @@ def _step(
 
 @gluon.jit
 def visit_keys(
-    c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, unseen_from, lo, hi, scale_log2,
+    c: gl.constexpr, shared, q, acc, n, block, n_left, n_full, seen_from, unseen_from, lo, hi, scale_log2,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SHAPE: gl.constexpr, FREES_OUT: gl.constexpr,
-    TAKE_TURNS: gl.constexpr, WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
+    TAKE_TURNS: gl.constexpr, WAITS: gl.constexpr, WARPGROUPS: gl.constexpr, LS: gl.constexpr, LO: gl.constexpr,
 ):  # fmt: skip
     """(acc, row_max, row_sum, n) after blocks `block` down to 0, scores of one with P V of the block before it."""
     LEFT: gl.constexpr = SHAPE == "rows"
@@ -88,7 +88,7 @@ def visit_keys(
     row_max = gl.max(s, axis=1)
     p = exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
     row_sum = gl.sum(p, axis=1)
-    if SHAPE == "rows":
+    if SHAPE == "rows" or SHAPE == "blocks":
         if unseen_from < BLOCK_K:
             mbarrier.wait(shared.v_full.index(stage), (n // STAGES) & 1)
             # Both warpgroups write the same zeros, each before its own product.
@@ -122,6 +122,10 @@ def visit_keys(
     weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, LO, 2))
     before = (n - 1) % STAGES
     mbarrier.wait(shared.v_full.index(before), ((n - 1) // STAGES) & 1)
+    if WAITS and SHAPE == "rows":
+        # What lands is visited in whole blocks, so the first one may hold keys that no row sees.
+        if seen_from > 0:
+            clear_rows(shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), seen_from, BLOCK_K, BLOCK_K, BLOCK_DV)
     acc = warpgroup_mma(weights, shared.v.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     signal(VALUES_FREE + before, WARPGROUPS * 128 + 32)

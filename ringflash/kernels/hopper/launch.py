@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringflash.kernels.backend import Arrivals, Backend, Call, Rows
+from ringflash.kernels.backend import Arrivals, Backend, Call, Lands, Rows
 from ringflash.kernels.hopper.backward import backward_kernel, dq_columns, sum_columns
 from ringflash.kernels.hopper.backward_queries import queries_backward_kernel
 from ringflash.kernels.hopper.backward_queries import sum_columns as queries_columns
@@ -73,7 +73,7 @@ class Hopper(Backend):
         arrivals: Arrivals | None = None,
     ) -> Partial:
         B, Sq, Hq, D = q.shape
-        Sk, Hk, Dv = v.shape[1:]
+        Sk, (Hk, Dv) = bounds.columns, v.shape[2:]
         if bounds.columns == 0 or q.numel() == 0:
             return Partial.empty(q, Dv) if into is None else into
         partial = Partial.unset(q, Dv, rounded=is_last) if into is None else into
@@ -82,26 +82,26 @@ class Hopper(Backend):
             partial = Partial(q.new_empty(B, Sq, Hq, Dv), partial.lse)
         block_d, block_dv = padded(D), padded(Dv)
         block_k = forward_keys(block_d, block_dv)
-        lo, hi = bounds.to(q.device)
-        warpgroups = forward_warpgroups(max(block_d, block_dv), bounds.shape, Sq)
+        shape, lo, hi = _ends(bounds, 0, q.device)
+        warpgroups = forward_warpgroups(max(block_d, block_dv), shape, Sq)
         q_blocks = -(-Sq // (ROWS * warpgroups))
         group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
         way = way_of_out(
             warpgroups, block_d, block_dv, block_k, is_fp32=into is not None or not is_last, is_rounded=is_last
         )
-        values = described(v, block_k, block_dv)
+        keys, values = described(k, block_k, block_d), described(v, block_k, block_dv)
         with torch.cuda.device(q.device):
             forward_kernel[(min(q_blocks * B * Hq, _multiprocessors(q.device)),)](
-                described(q, ROWS, block_d), described(k, block_k, block_d), values,
+                described(q, ROWS, block_d), keys, values,
+                *((keys, values) if arrivals is None else _described_own(arrivals, (keys, values))),
                 values if way == "direct" else described(partial.out, ROWS, block_dv, is_written=True),
                 described(before, ROWS, block_dv) if into is not None and way == "own" else values,
                 partial.out, before, partial.lse, lo, hi, _counter(q.device),
-                lo if arrivals is None else arrivals.flags, 0 if arrivals is None else arrivals.rows.bit_length() - 1,
-                batch_stride(lo),
+                *_arriving(arrivals, lo), batch_stride(lo) if shape == "rows" else 0,
                 B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
-                BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=bounds.shape, INTO=into is not None,
+                BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=shape, INTO=into is not None,
                 ROUNDED=is_last, WAY=way,
-                TAKE_TURNS=takes_turns(warpgroups, bounds.shape), WAITS=arrivals is not None, WARPGROUPS=warpgroups,
+                TAKE_TURNS=takes_turns(warpgroups, shape), WAITS=arrivals is not None, WARPGROUPS=warpgroups,
                 num_warps=4, maxnreg=168 if warpgroups == 2 else 128,
             )  # fmt: skip
         return partial
@@ -119,12 +119,20 @@ class Hopper(Backend):
         dv: Tensor,
         deterministic: bool,
         is_all: bool = False,
+        lands: Lands | None = None,
     ) -> None:
-        B, Sq, Hq, D = q.shape
-        Sk, Hk, Dv = v.shape[1:]
-        if bounds.columns == 0 or q.numel() == 0:
+        is_empty = bounds.columns == 0 or bounds.rows == 0 or q.shape[0] == 0
+        if lands is not None:
+            if is_empty:  # nothing will be added, or there is nothing to add to
+                lands.departures.flags.fill_(1)
+                if lands.travels == "queries":
+                    dk.zero_(), dv.zero_()
+            else:
+                _key_gradients(q, k, v, rows, bounds, score, dq, dk, dv, lands.travels == "queries", lands)
             return
-        is_wide = max(D, Dv) > 128
+        if is_empty:
+            return
+        is_wide = max(q.shape[3], v.shape[3]) > 128
         if is_wide or deterministic:
             _key_gradients(q, k, v, rows, bounds, score, None, dk, dv, is_all)
             _query_gradient(q, k, v, rows, bounds, score, dq, is_all)
@@ -135,46 +143,93 @@ class Hopper(Backend):
         if total is not dq:
             dq.copy_(total)
 
+    def lands_backward(self, head_dim: int, value_dim: int) -> bool:
+        return max(head_dim, value_dim) <= 128
+
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return Triton().delta(out, dout, dlse)
 
 
+def _ends(bounds: Bounds, axis: int, device: torch.device) -> tuple[str, Tensor, Tensor]:
+    """(shape, lo, hi) as kernels take them, of the rows or, axis 1, of the columns."""
+    if bounds.shape == "rows" and bounds.has_diagonals:
+        numbers = bounds.diagonals_to(device)[axis]
+        return "blocks", numbers, numbers
+    return (bounds.shape, *(bounds.columns_to(device) if axis else bounds.to(device)))
+
+
+def _described_own(arrivals: Arrivals, landed: tuple[Any, ...]) -> list[Any]:
+    """Descriptors of the own shard for the tiles of those of what lands; the same ones where it is empty, and never read."""
+    if arrivals.shard[0].shape[1] == 0:
+        return list(landed)
+    return [
+        described(x, *there.block_shape[2:]) if x.dim() == 4 else _described_rows(x, there.block_shape[1])
+        for x, there in zip(arrivals.shard, landed, strict=True)
+    ]
+
+
+def _arriving(arrivals: Arrivals | None, unused: Tensor) -> tuple[Any, ...]:
+    """Flags, places, log2 of the rows of a cell, and which rows come last, for a kernel; without arrivals it reads none."""
+    if arrivals is None:
+        return unused, unused, 0, 0, 0
+    return arrivals.flags, arrivals.places, arrivals.rows.bit_length() - 1, *arrivals.late
+
+
 def _key_gradients(
     q: Tensor, k: Tensor, v: Tensor, rows: Rows, bounds: Bounds, score: Score, dq: Tensor | None, dk: Tensor, dv: Tensor,
-    is_all: bool,
+    is_all: bool, lands: Lands | None = None,
 ) -> None:  # fmt: skip
-    """Launch the column-parallel kernel: dk and dv, and dq [B, Sq, Hq, D] fp32 to add to where it is given, D up to 128."""
-    B, Sq, Hq, D = q.shape
-    Sk, Hk, Dv = v.shape[1:]
+    """Launch the column-parallel kernel: dk and dv, and dq [B, Sq, Hq, D] fp32 to add to where it is given, D up to 128.
+
+    is_all: dk and dv are written, in q's type, instead of added to.
+    """
+    B, _, Hq, D = q.shape
+    Hk, Dv = v.shape[2:]
+    Sq, Sk = bounds.rows, bounds.columns  # of what lands q, k and v hold a part only
     is_wide = max(D, Dv) > 128
     assert dq is None or not is_wide, "the kernel for wide heads forms dk and dv only"
     block_d, block_dv = (max(128 if is_wide else 64, padded(dim)) for dim in (D, Dv))
     k_blocks = -(-Sk // (ROWS if is_wide else KEYS))
     group = backward_group(Sq, Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
-    lo, hi = bounds.columns_to(q.device)
+    shape, lo, hi = (bounds.shape, *bounds.columns_to(q.device)) if is_wide else _ends(bounds, 1, q.device)
     keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
     step = backward_rows(max(block_d, block_dv))
     inputs = (
         described(q, step, block_d), keys, values, described(rows.dout, step, block_dv),
         _described_rows(rows.lse, step), _described_rows(rows.delta, step),
     )  # fmt: skip
+    own = inputs
+    if lands is not None and lands.travels == "keys":
+        own = (inputs[0], *_described_own(lands.arrivals, (keys, values)), *inputs[3:])
+    elif lands is not None:
+        own_q, *rest = _described_own(lands.arrivals, (inputs[0], *inputs[3:]))
+        own = (own_q, keys, values, *rest)
     if is_all:
         results = described(dk, ROWS, block_d, is_written=True), described(dv, ROWS, block_dv, is_written=True)
     else:
         at_once = SUM_COLUMNS.value if is_wide else sum_columns(step, block_d, dq is not None)
         results = described(dk, ROWS, at_once, is_written=True), described(dv, ROWS, at_once, is_written=True)
-    numbers = (lo, hi, batch_stride(lo), B, Hq, Hk, Sq, Sk, group, score.factor)
+    if lands is not None:
+        group = lands.departures.heads // (Hq // Hk if lands.travels == "queries" else 1)
+    numbers = (batch_stride(lo) if shape == "rows" else 0, B, Hq, Hk, Sq, Sk, group, score.factor)
     constants = {
-        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SHAPE": bounds.shape, "STORE": is_all, "num_warps": 4, "maxnreg": 168,
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SHAPE": shape, "STORE": is_all, "num_warps": 4, "maxnreg": 168,
     }  # fmt: skip
     with torch.cuda.device(q.device):
         if is_wide:
-            wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, *numbers, **constants)
+            wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, lo, hi, *numbers, **constants)
         else:
             sums = keys if dq is None else described(dq, ROWS, dq_columns(step, block_d), is_written=True)
+            flags, places, *cells = _arriving(None if lands is None else lands.arrivals, lo)
+            away = (lo, lo, lo, 0)
+            if lands is not None:
+                departures = lands.departures
+                away = (departures.flags, departures.counts, departures.blocks, departures.departing)
+            what = "none" if lands is None else "keys" if lands.travels == "keys" else "rows"
             backward_kernel[(k_blocks * B * Hk,)](
-                *inputs, sums, *results, *numbers, ROWS=step, STAGES=2, WITH_DQ=dq is not None, **constants
-            )
+                *inputs, *own, sums, *results, lo, hi, flags, places, *cells, *away, *numbers,
+                ROWS=step, STAGES=2, WITH_DQ=dq is not None, LANDS=what, **constants,
+            )  # fmt: skip
 
 
 def _query_gradient(
@@ -226,12 +281,11 @@ def described(x: Tensor, rows: int, columns: int, *, is_written: bool = False) -
 def _described_rows(x: Tensor, rows: int) -> Any:
     """A descriptor of row statistics [B, S, H], in memory [B, H, S], seen as [B x H, S]; for tiles of `rows`."""
     B, S, H = x.shape
-    heads_first = _heads_first(x)
-    if S % 4:  # the copy engine wants rows of whole 16 bytes
-        heads_first = F.pad(heads_first, (0, 4 - S % 4))
-    return TensorDescriptor(
-        heads_first, [B * H, S], [heads_first.shape[2], 1], [1, rows], gl.NVMMASharedLayout(0, 32, rank=2)
-    )
+    heads_first, pitch = x.transpose(1, 2), x.stride(2)
+    if pitch % 4 or x.data_ptr() % 16:  # the copy engine wants rows of whole 16 bytes
+        heads_first, pitch = F.pad(_heads_first(x), (0, -S % 4)), S + -S % 4
+    assert B == 1 or heads_first.stride(0) == H * pitch, "heads of one batch row follow those of another"
+    return TensorDescriptor(heads_first, [B * H, S], [pitch, 1], [1, rows], gl.NVMMASharedLayout(0, 32, rank=2))
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def forward_warpgroups(block: int, shape: str, tokens: int) -> int:
     Under a mask tiles of 192 queries hide more, which pays off late: causal d64 of 4k tokens 456 TFLOP/s with two and 403
     with three, of 16k 504 and 522; full 478 and 522, 482 and 583.
     """
-    return 3 if block == 64 and (shape == "full" or (shape == "causal" and tokens >= 12288)) else 2
+    return 3 if block == 64 and (shape == "full" or (shape in ("causal", "blocks") and tokens >= 12288)) else 2
 
 
 def takes_turns(warpgroups: int, shape: str) -> bool:
