@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ringflash.attention import attention, check_settings
+from ringflash.attention import attention
 from ringflash.kernels.score import Score
 from ringflash.kernels.table import KernelTable
 from ringflash.parallel.function import Route
+from ringflash.resolved import check_settings
 from ringflash.ring import Ring
 from ringflash.schedule.mask import Mask, Union
 

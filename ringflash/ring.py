@@ -17,6 +17,7 @@ from ringflash.parallel.symmetric import SymmetricTransport
 from ringflash.parallel.transport import Transport
 from ringflash.schedule.integers import integer
 from ringflash.schedule.layout import Layout, Zigzag, cut, shard_positions
+from ringflash.schedule.traced import Traced, carried
 
 # Calls remembered as compared, the oldest forgotten first: packed batches bring new masks for ever. Every rank makes the
 # same calls in the same order, so all forget the same one.
@@ -29,8 +30,9 @@ _REMEDY = {
 }
 
 
+@carried("rank", "ranks")
 @dataclass(frozen=True, init=False)
-class Ring:
+class Ring(metaclass=Traced):
     """The ranks that hold one sequence together.
 
     group: a torch.distributed ProcessGroup, a DeviceMesh of one dimension, or None: the default group, or a ring of one

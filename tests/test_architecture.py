@@ -28,6 +28,8 @@ FLOORS = {
     "parallel": 2,
     "ring": 3,
     "attention": 3,
+    "operator": 3,
+    "resolved": 3,
     "module": 3,
     "training": 5,
     "integrations": 5,

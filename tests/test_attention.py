@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 import ringflash as rf
+from ringflash import resolved
 from ringflash.testing.compare import assert_all_close, assert_close
 from ringflash.testing.oracle import dense_attention, dense_gradients
 from ringflash.testing.sharded import attend_sharded, draw
@@ -245,8 +246,8 @@ def test_gradients_reach_the_fused_projection():
 )
 def test_determinism_follows_torch_unless_named(monkeypatch, enabled, asked, expected):
     calls = []
-    choose = rf.attention.__globals__["choose"]
-    monkeypatch.setitem(rf.attention.__globals__, "choose", lambda call, name: calls.append(call) or choose(call, name))
+    choose = resolved.choose
+    monkeypatch.setattr(resolved, "choose", lambda call, name: calls.append(call) or choose(call, name))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
     rf.attention(*local_inputs(), deterministic=asked)
     assert {call.deterministic for call in calls} == {expected}

@@ -174,6 +174,7 @@ def _check_sinks(sinks: object) -> None:
         raise ValueError(
             f"Score: sinks has shape {tuple(sinks.shape)} and {sinks.dtype}; must be [Hq], of 16, 32 or 64 bits"
         )
-    # Where a look costs nothing: on a GPU it would wait.
-    if sinks.device.type == "cpu" and not bool((sinks.detach() < math.inf).all()):
+    # Where a look costs nothing: on a GPU it would wait, and code that is compiled has no numbers.
+    is_known = sinks.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_known and not bool((sinks.detach() < math.inf).all()):
         raise ValueError("Score: sinks holds inf or NaN; must be numbers < inf (-inf is no sink)")

@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ringflash.schedule.traced import Traced, carried
+
 Direction = Literal["forward", "backward"]
 MaskKind = Literal["full", "causal", "other"]
 
@@ -57,8 +59,9 @@ class Cell(NamedTuple):
     length: int
 
 
+@carried()
 @dataclass(frozen=True, eq=False)
-class KernelTable:
+class KernelTable(metaclass=Traced):
     """TFLOP/s of backends by direction, head dim, mask and length, measured on one kind of GPU.
 
     gpu: the device's name, as torch gives it.

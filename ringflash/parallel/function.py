@@ -203,23 +203,50 @@ def unpacked(statistics: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return heads_first(lse), heads_first(delta)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work) -> tuple[Tensor, Tensor]:
+    """(out in q's type, lse in the accumulate type); what a checkpoint around it has kept, where it runs again."""
+    results = kept()
+    before = None if results is None else results.found(q)
+    if before is not None:
+        return before
+    with _as_given(q):
+        partial = forward_pass(q, k, v, work)
+        if sinks is not None:
+            partial.add_sinks(sinks)
+    out, lse = partial.out.to(q.dtype), partial.lse
+    if results is not None:
+        results.keep(out, lse)
+    return out, lse
+
+
+def gradients(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    work: Work,
+) -> list[Tensor | None]:
+    """Of q, k, v and sinks, those that are no None, unrounded where anything travels.
+
+    All are computed: which inputs are frozen may differ by rank, and gradients must still travel.
+    """
+    q, k, v, sinks = inputs
+    with torch.no_grad(), _as_given(q):
+        dense_dout = torch.zeros_like(out) if dout is None else last_stride_one(dout)
+        is_read = work.backward.reads_delta or sinks is not None
+        delta = work.backward.delta(out, dense_dout, dlse) if is_read else lse.new_empty(0)
+        rows = Rows(out, dense_dout, lse, delta, has_dlse=dlse is not None)
+        found: list[Tensor | None] = [*backward_pass(q, k, v, rows, work)]
+        return [*found, None if sinks is None else sinks_gradient(sinks, lse, delta)]
+
+
 class RingAttentionFunction(torch.autograd.Function):
     """(q, k, v, sinks or None) -> (out in q's type, lse in the accumulate type), both differentiable, once."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work) -> tuple[Tensor, Tensor]:
-        results = kept()
-        before = None if results is None else results.found(q)
-        if before is not None:
-            out, lse = before
-        else:
-            with _as_given(q):
-                partial = forward_pass(q, k, v, work)
-                if sinks is not None:
-                    partial.add_sinks(sinks)
-            out, lse = partial.out.to(q.dtype), partial.lse
-            if results is not None:
-                results.keep(out, lse)
+        out, lse = attend(q, k, v, sinks, work)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.work = work
         ctx.set_materialize_grads(False)
@@ -227,24 +254,16 @@ class RingAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        with torch.no_grad(), _as_given(q):
-            dense_dout = torch.zeros_like(out) if dout is None else last_stride_one(dout)
-            backend = ctx.work.backward
-            is_read = backend.reads_delta or sinks is not None
-            delta = backend.delta(out, dense_dout, dlse) if is_read else lse.new_empty(0)
-            rows = Rows(out, dense_dout, lse, delta, has_dlse=dlse is not None)
-            # All three are always computed: which inputs are frozen may differ by rank, and gradients must still travel.
-            gradients: list[Tensor | None] = [*backward_pass(q, k, v, rows, ctx.work)]
-            gradients.append(None if sinks is None else sinks_gradient(sinks, lse, delta))
+        *inputs, out, lse = ctx.saved_tensors
+        found = gradients(tuple(inputs), out, lse, dout, dlse, ctx.work)
+        with torch.no_grad():
             rounded = [
                 gradient.to(x.dtype) if needed and gradient is not None else None
-                for gradient, x, needed in zip(gradients, (q, k, v, sinks), ctx.needs_input_grad, strict=False)
+                for gradient, x, needed in zip(found, inputs, ctx.needs_input_grad, strict=False)
             ]
         if torch.is_grad_enabled():  # create_graph=True
             rounded = [
-                None if x is None else DifferentiatedOnce.apply(x, "attention", q, k, v, sinks, dout, dlse)
-                for x in rounded
+                None if x is None else DifferentiatedOnce.apply(x, "attention", *inputs, dout, dlse) for x in rounded
             ]
         return (*rounded, None)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+Policy = Callable[..., CheckpointPolicy]
 
 
 @dataclass
@@ -96,14 +103,25 @@ class _Keeping(AbstractContextManager[None]):
         _KEPT.reset(token)
 
 
-def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def keep_attention(policy: Policy | None = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """`context_fn` of torch.utils.checkpoint: recompute everything but attention, whose out and lse are kept.
 
         checkpoint(layer, x, use_reentrant=False, context_fn=ringflash.training.keep_attention)
 
+    policy: of selective checkpointing, for what else is kept; functools.partial(keep_attention, policy) is the context_fn.
+
     Recomputation then sends nothing and forms no score again, for `B S Hq (Dv e + 4)` bytes per call and rank, e the bytes
-    of an element; a checkpoint around it that keeps too holds them as long as itself. RuntimeError is raised where the
-    recomputed calls are others than the first, or where a result was changed in place in between.
+    of an element; a checkpoint around it that keeps too holds them as long as itself. Works in compiled code as well.
+    RuntimeError is raised where the recomputed calls are others than the first, or where a result was changed in place in
+    between.
     """
+    if policy is not None or torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(partial(_with_attention, policy))
     results = Kept(outer=kept())
     return _Keeping(results, is_again=False), _Keeping(results, is_again=True)
+
+
+def _with_attention(policy: Policy | None, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op == torch.ops.ringflash.attention.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE if policy is None else policy(ctx, op, *args, **kwargs)

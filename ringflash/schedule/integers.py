@@ -67,6 +67,8 @@ def is_by_row(numbers: object) -> bool:
 
 def _whole(value: object) -> int | None:
     """`value` as an int, or None for what is no integer: floats, bools of any library, tensors of several entries."""
+    if type(value) is int:  # also those that compiled code does not know yet
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__") or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:

@@ -7,7 +7,7 @@ p. The law is closed under `&`: the intersection of two intervals is [max of low
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 from ringflash.schedule.integers import NO_END, integer, integers
+from ringflash.schedule.traced import Traced, carried, constant, is_constant
+
+# What compiled code may make and compose: rules that are told by a few numbers, and do not change with the batch.
+_rule = constant("__and__", "__or__")
 
 
-class Mask(ABC):
+@carried()
+class Mask(metaclass=Traced):
     """A visibility rule; a hashable value built from host integers, so that planning never waits for a device."""
 
     @abstractmethod
@@ -45,7 +50,7 @@ class Mask(ABC):
         """Whether the rule speaks of queries and keys as the same tokens."""
         return False
 
-    def check(self, positions: Tensor) -> None:  # noqa: B027 - most rules have nothing to check
+    def check(self, positions: Tensor) -> None:
         """ValueError where the rule cannot be said as one interval per query, for ALL queries of a sequence, int64 [Sq]."""
 
     def __str__(self) -> str:
@@ -65,7 +70,7 @@ class Mask(ABC):
 
     def __or__(self, other: Mask | Union) -> Union:
         """Keys that either mask shows. Where both show keys, `self` must begin first."""
-        return Union((self,)) | other
+        return _union((self,)) | other
 
 
 def fingerprint(value: object) -> str:
@@ -83,6 +88,7 @@ def closed(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
     return lo, torch.maximum(lo, hi)
 
 
+@_rule
 @dataclass(frozen=True)
 class Full(Mask):
     """Every query sees every key."""
@@ -92,6 +98,7 @@ class Full(Mask):
         return lo, torch.full_like(lo, NO_END)
 
 
+@_rule
 @dataclass(frozen=True)
 class Causal(Mask):
     """A query sees its own position and those before it."""
@@ -100,6 +107,7 @@ class Causal(Mask):
         return torch.zeros_like(positions)[None], positions[None] + 1
 
 
+@_rule
 @dataclass(frozen=True)
 class Window(Mask):
     """The query at p sees p - left to p + right, both ends included; None is unbounded. Window(1023, 0) is causal.
@@ -143,6 +151,7 @@ class Prefix(Mask):
         return torch.zeros_like(hi), hi
 
 
+@_rule
 @dataclass(frozen=True)
 class Chunked(Mask):
     """The sequence falls into chunks of `size` tokens, and a query sees its own chunk; with `& Causal()` its past only."""
@@ -157,6 +166,7 @@ class Chunked(Mask):
         return start.clamp_min(0), (start + self.size).clamp_min(0)
 
 
+@_rule
 @dataclass(frozen=True)
 class FirstKeys(Mask):
     """Every query sees the first `tokens` keys, wherever it stands itself: attention sinks that are tokens.
@@ -174,6 +184,7 @@ class FirstKeys(Mask):
         return lo, torch.full_like(lo, self.tokens)
 
 
+@_rule
 @dataclass(frozen=True)
 class Intersection(Mask):
     """Keys that every mask of `masks` shows; made by `&`, which also flattens and drops what adds nothing."""
@@ -205,6 +216,7 @@ class Intersection(Mask):
         return closed(reduce(torch.maximum, los), reduce(torch.minimum, his))
 
 
+@_rule
 @dataclass(frozen=True)
 class Past(Mask):
     """Keys of `second` from the end of `first` on: what `second` adds to `first` where it begins no earlier."""
@@ -247,8 +259,9 @@ class Past(Mask):
             )
 
 
+@_rule
 @dataclass(frozen=True)
-class Union:
+class Union(metaclass=Traced):
     """Keys that any of several masks shows; made by `|`. Not one interval a query: attention() passes once per part.
 
     parts: masks that never show the same pair. Of `a | b`, a comes first and, wherever both show keys, begins no later.
@@ -260,7 +273,7 @@ class Union:
         if not isinstance(other, (Mask, Union)):
             return NotImplemented
         others = other.parts if isinstance(other, Union) else (other,)
-        return Union(tuple(mine & theirs for mine in self.parts for theirs in others))
+        return _union(tuple(mine & theirs for mine in self.parts for theirs in others))
 
     __rand__ = __and__
 
@@ -269,8 +282,36 @@ class Union:
             return NotImplemented
         others = other.parts if isinstance(other, Union) else (other,)
         _fit("|", (*self.parts, *others))
-        past = (reduce(lambda rest, part: Past(part, rest), self.parts, part) for part in others)
-        return Union((*self.parts, *past))
+        past = (reduce(lambda rest, part: _past(part, rest), self.parts, part) for part in others)
+        return _union((*self.parts, *past))
+
+
+# The same three, where a part holds what changes with the batch, such as the lengths of documents: inputs of compiled code,
+# not constants.
+@carried()
+@dataclass(frozen=True)
+class IntersectionOfBatch(Intersection):
+    pass
+
+
+@carried()
+@dataclass(frozen=True)
+class PastOfBatch(Past):
+    pass
+
+
+@carried()
+@dataclass(frozen=True)
+class UnionOfBatch(Union):
+    pass
+
+
+def _past(first: Mask, second: Mask) -> Past:
+    return Past(first, second) if is_constant(first) and is_constant(second) else PastOfBatch(first, second)
+
+
+def _union(parts: tuple[Mask, ...]) -> Union:
+    return Union(parts) if all(map(is_constant, parts)) else UnionOfBatch(parts)
 
 
 def intersect(a: Mask, b: Mask) -> Mask:
@@ -283,7 +324,8 @@ def intersect(a: Mask, b: Mask) -> Mask:
     _fit("&", parts)
     if len(parts) <= 1:
         return parts[0] if parts else Full()
-    return Intersection(tuple(sorted(parts, key=repr)))
+    masks = tuple(sorted(parts, key=repr))
+    return Intersection(masks) if all(map(is_constant, masks)) else IntersectionOfBatch(masks)
 
 
 def _fit(operator: str, masks: Sequence[Mask]) -> None:

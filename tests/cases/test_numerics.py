@@ -19,12 +19,16 @@ GRADIENTS = ["out", "dq", "dk", "dv"]
 
 
 def with_logits(of_rank, layout, dtype, length=12):
-    """Inputs whose scores against the keys of a rank are about of_rank[rank]."""
+    """Inputs whose scores against the keys of a rank are about of_rank[rank].
+
+    Keys lie on a grid on which fp32 forms such scores exactly, in any order: at 200 it would else round each by 2e-5.
+    """
     inputs = draw(queries=length, heads=(1, 1), dim=16, dtype=dtype)
     inputs["q"] = torch.ones_like(inputs["q"])
     for rank, logit in enumerate(of_rank):
         keys = layout.positions(length, rank, len(of_rank))
-        inputs["k"][:, keys] = inputs["k"][:, keys] * 0.01 + logit / 4  # 16 products, scaled by 1 / 4
+        on_grid = (inputs["k"][:, keys] * 0.01 * 2**12).round() / 2**12
+        inputs["k"][:, keys] = on_grid + logit / 4  # 16 products, scaled by 1 / 4
     return inputs
 
 

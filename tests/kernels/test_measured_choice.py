@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ringflash as rf
+from ringflash import resolved
 from ringflash.kernels import backend as backends
 from ringflash.kernels.backend import Call, choose
 from ringflash.kernels.table import Cell, KernelTable
@@ -115,9 +116,9 @@ def test_the_committed_table_of_the_h200_serves_every_call_that_it_measured(h200
 def asked(monkeypatch, run):
     """The calls of forward that `run` makes attention() choose a backend for."""
     calls = []
-    real = rf.attention.__globals__["choose"]
+    real = resolved.choose
     watched = lambda call, name: (calls.append(call) if call.direction == "forward" else None, real(call, name))[1]  # noqa: E731
-    monkeypatch.setitem(rf.attention.__globals__, "choose", watched)
+    monkeypatch.setattr(resolved, "choose", watched)
     run()
     return calls
 
@@ -152,9 +153,9 @@ def test_attention_asks_with_mask_length_and_whether_anything_is_merged(monkeypa
 
 def test_backward_is_chosen_by_itself_where_there_is_one(monkeypatch):
     directions = []
-    real = rf.attention.__globals__["choose"]
+    real = resolved.choose
     watched = lambda call, name: (directions.append(call.direction), real(call, name))[1]  # noqa: E731
-    monkeypatch.setitem(rf.attention.__globals__, "choose", watched)
+    monkeypatch.setattr(resolved, "choose", watched)
     q, k, v = (torch.zeros(1, 8, 1, 8, requires_grad=True) for _ in range(3))
     rf.attention(q, k, v)
     rf.attention(q.detach(), k.detach(), v.detach())
