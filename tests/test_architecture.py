@@ -350,12 +350,15 @@ def test_other_peoples_modules_are_not_changed():
 
 
 def test_importing_probes_for_no_package():
-    """What is installed is asked when a backend is chosen, not when ringflash is imported."""
+    """What is installed is asked when a backend is chosen, not when ringflash is imported. torch always is: what a release
+    of it keeps where may be tried.
+    """
 
     def violations() -> Iterator[str]:
         for source in SOURCES:
+            lines = {line for line, name in source.imports() if not is_or_is_in(name, "torch")}
             for node in module_level(source.tree):
-                if isinstance(node, ast.Try) and any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in node.body):
+                if isinstance(node, ast.Try) and lines & {n.lineno for n in node.body}:
                     yield f"{source.path}:{node.lineno}: tries an import"
                 elif isinstance(node, ast.Call):
                     name = dotted(node.func).rpartition(".")[2]

@@ -11,13 +11,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from ringflash.schedule.integers import NO_END, integer, integers
-from ringflash.schedule.traced import Traced, carried, constant, is_constant
+from ringflash.schedule.traced import Traced, carried, constant
 
 # What compiled code may make and compose: rules that are told by a few numbers, and do not change with the batch.
 _rule = constant("__and__", "__or__")
@@ -26,6 +26,8 @@ _rule = constant("__and__", "__or__")
 @carried()
 class Mask(metaclass=Traced):
     """A visibility rule; a hashable value built from host integers, so that planning never waits for a device."""
+
+    is_constant: ClassVar[bool]  # whether compiled code takes it as one, see traced.py
 
     @abstractmethod
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,12 +308,16 @@ class UnionOfBatch(Union):
     pass
 
 
+def _are_constant(masks: tuple[Mask, ...]) -> bool:
+    return all(mask.is_constant for mask in masks)
+
+
 def _past(first: Mask, second: Mask) -> Past:
-    return Past(first, second) if is_constant(first) and is_constant(second) else PastOfBatch(first, second)
+    return Past(first, second) if _are_constant((first, second)) else PastOfBatch(first, second)
 
 
 def _union(parts: tuple[Mask, ...]) -> Union:
-    return Union(parts) if all(map(is_constant, parts)) else UnionOfBatch(parts)
+    return Union(parts) if _are_constant(parts) else UnionOfBatch(parts)
 
 
 def intersect(a: Mask, b: Mask) -> Mask:
@@ -325,7 +331,7 @@ def intersect(a: Mask, b: Mask) -> Mask:
     if len(parts) <= 1:
         return parts[0] if parts else Full()
     masks = tuple(sorted(parts, key=repr))
-    return Intersection(masks) if all(map(is_constant, masks)) else IntersectionOfBatch(masks)
+    return Intersection(masks) if _are_constant(masks) else IntersectionOfBatch(masks)
 
 
 def _fit(operator: str, masks: Sequence[Mask]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,8 @@ def carried(*reads: str) -> Callable[[T], T]:
                 {"guard_fn": lambda value: [getattr(value, name) for name in reads]} if reads else {}
             )
             register_opaque_type(cls, typ="reference", members=dict.fromkeys(reads, MemberType.USE_REAL), **guarded)
+        named: Any = cls
+        named.is_constant = False
         return cls
 
     return register
@@ -53,23 +56,31 @@ def constant(*methods: str) -> Callable[[T], T]:
     """
 
     def register(cls: T) -> T:
+        named: Any = cls
         if CAN_TRACE:
             # Without dataclass's guard against a value that holds itself, which compiled code warns of.
-            cls.__repr__ = inspect.unwrap(cls.__repr__)  # type: ignore[method-assign]
-            setattr(cls, "__fx_repr__", _as_text)  # noqa: B010 - mypy knows no such attribute
+            named.__repr__ = inspect.unwrap(named.__repr__)
+            named.__fx_repr__ = _as_text
             register_opaque_type(cls, typ="value", members=dict.fromkeys(methods, MemberType.USE_REAL))
-            _CONSTANT[cls.__name__] = cls
+        named.is_constant = True
         return cls
 
     return register
 
 
-_CONSTANT: dict[str, type] = {}  # filled where the classes are defined, and never after
-
-
 def _as_text(value: Any) -> tuple[str, dict[str, type]]:
     """What torch writes into the code it makes, and the names in it."""
-    return repr(value), {**_CONSTANT, type(value).__name__: type(value)}
+    return repr(value), {part.__name__: part for part in _classes(value)}
+
+
+def _classes(value: Any) -> Iterator[type]:
+    """Those of a dataclass and of all that it holds."""
+    if is_dataclass(value):
+        yield type(value)
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _classes(part)
 
 
 def sees_operators_only() -> bool:
@@ -77,8 +88,3 @@ def sees_operators_only() -> bool:
     FlopCounterMode and selective checkpointing.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-def is_constant(value: object) -> bool:
-    """Whether compiled code takes this value as a constant."""
-    return type(value) in _CONSTANT.values()
