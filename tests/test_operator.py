@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringflash as rf
-from ringflash import operator
+from ringflash import operator, resolved
 from ringflash.kernels.table import Cell
 from ringflash.parallel import function
 from ringflash.training import keep_attention
@@ -164,12 +164,15 @@ def test_scale_that_is_zero_is_a_scale_in_compiled_code():
     torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-12)
 
 
-def test_a_kernel_table_is_asked_in_compiled_code():
+def test_a_kernel_table_is_asked_in_compiled_code(monkeypatch):
     table = rf.KernelTable("cpu", {Cell("forward", 64, "full", 1024): {"reference": 1.0}}, {})
     q = drawn(12).unflatten(-1, (2, 8))
+    asked, real = [], resolved.choose
+    monkeypatch.setattr(resolved, "choose", lambda call, backend: asked.append(backend) or real(call, backend))
     for backend in (table, "reference", None):
         compiled = torch.compile(partial(rf.attention, backend=backend), fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(q, q, q), rf.attention(q, q, q))
+        assert torch.equal(compiled(q, q, q), rf.attention(q, q, q, backend=backend))
+    assert asked == [table, table, "reference", "reference", None, None]
     with pytest.raises(ValueError, match="backend = 'quick'"):
         torch.compile(partial(rf.attention, backend="quick"), fullgraph=True, backend="aot_eager")(q, q, q)
 
