@@ -9,6 +9,7 @@ from ringflash.schedule.documents import Documents, Padding
 from ringflash.schedule.layout import Balanced, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 from ringflash.schedule.mask import Causal, Chunked, FirstKeys, Full, Mask, Prefix, Union, Window
 from ringflash.schedule.plan import Plan, plan
+from ringflash.sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
@@ -36,4 +37,5 @@ __all__ = [
     "Zigzag",
     "attention",
     "plan",
+    "scaled_dot_product_attention",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -185,6 +186,21 @@ class Ring(metaclass=Traced):
         agreed[key] = None
         if len(agreed) > AGREED:
             del agreed[next(iter(agreed))]
+
+
+def ring_of_group(group: dist.ProcessGroup | None) -> Ring | None:
+    """The ring of a group, for callers that name the group in every call; None before init_process_group.
+
+    Kept for the 8 groups that were asked for last: what ranks have compared and planned is kept with a ring.
+    """
+    if group is None and not dist.is_initialized() and not dist.is_torchelastic_launched():
+        return None
+    return _ring_of_group(dist.group.WORLD if group is None else group)
+
+
+@lru_cache(maxsize=8)
+def _ring_of_group(group: dist.ProcessGroup | None) -> Ring:
+    return Ring(group)
 
 
 def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transport | None) -> Transport:

@@ -33,6 +33,8 @@ FLOORS = {
     "module": 3,
     "training": 5,
     "integrations": 5,
+    "compat": 5,
+    "sdpa": 3,
     "cli": 5,
     "__main__": 5,
     "testing": 6,

@@ -33,6 +33,7 @@ PUBLIC_NAMES = [
     "Zigzag",
     "attention",
     "plan",
+    "scaled_dot_product_attention",
 ]
 
 SIGNATURES = {
@@ -44,6 +45,12 @@ SIGNATURES = {
     ),
     "plan": (
         "(mask: Mask, layout: Layout, length: int, rank: int = 0, ranks: int = 1, query_length: int | None = None) -> Plan"
+    ),
+    "scaled_dot_product_attention": (
+        "(query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, "
+        "is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, ring: Ring | None = None, "
+        "mask: Mask | Union | None = None, seed: int | None = None, length: int | None = None, "
+        "query_length: int | None = None, backend: str | KernelTable | None = None) -> Tensor"
     ),
     "Documents": "(lengths: Iterable[Any] | Tensor, *, causal: bool, padding: int | Sequence[int] | Tensor = 0) -> None",
     "Ring": (

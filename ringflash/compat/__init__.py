@@ -1,0 +1,1 @@
+"""The names and signatures of other libraries, for scripts that move to ringflash by one line."""
