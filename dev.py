@@ -78,7 +78,7 @@ EXTRAS = {
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 # Installed into .venv, but no reason to build one: an offline GPU machine may lack them, and the tests run without.
-NICE_TO_HAVE = {"pytest-timeout"}
+NICE_TO_HAVE = {"pytest-timeout", "pytest-xdist"}
 
 
 def say(text: str) -> None:
@@ -455,8 +455,14 @@ def test(arguments: list[str]) -> None:
     # Without GPUs in sight the kernels run under Triton's interpreter: the same verdict on every machine.
     python = python_for("test")
     bring_other_tritons(python)
-    pytest = [python, "-m", "pytest", "-m", "not gpu", *arguments]
+    pytest = [python, "-m", "pytest", "-m", "not gpu", *(arguments or side_by_side(python))]
     become(pytest, CUDA_VISIBLE_DEVICES="", **unless_set(**SLEEPING_THREADS))
+
+
+def side_by_side(python: str) -> list[str]:
+    """The whole suite on all cores, where pytest-xdist is there: most tests use one."""
+    has_xdist = ask(python, "import importlib.util as u; print(u.find_spec('xdist') is not None)") == "True"
+    return ["-n", str(min(cores(), 8))] if has_xdist and cores() > 1 else []
 
 
 def test_gpu(arguments: list[str]) -> None:

@@ -14,10 +14,12 @@ from torch import Tensor
 from ringflash.schedule.copies import on_cpu
 from ringflash.schedule.integers import NO_END, check_holds_values, integer, integers, is_by_row
 from ringflash.schedule.mask import Mask, closed, integer_or_rows, per_row
+from ringflash.schedule.traced import carried
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
+@carried()
 @dataclass(frozen=True, init=False)
 class Documents(Mask):
     """Packed documents: a query sees keys of its own document only, and with causal=True none after itself.
@@ -189,6 +191,7 @@ class Documents(Mask):
         return closed(lo, hi)
 
 
+@carried()
 @dataclass(frozen=True, init=False)
 class Padding(Mask):
     """Batch rows that hold fewer tokens than the tensor: only positions [start, stop) of each are real.

@@ -132,6 +132,7 @@ class Window(Mask):
         return closed(lo, hi)
 
 
+@carried()
 @dataclass(frozen=True)
 class Prefix(Mask):
     """Prefix-LM: the first `tokens` see each other in both directions, every later token sees all before it and itself.
