@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -195,12 +196,14 @@ def ring_of_group(group: dist.ProcessGroup | None) -> Ring | None:
     """
     if group is None and not dist.is_initialized() and not dist.is_torchelastic_launched():
         return None
-    return _ring_of_group(dist.group.WORLD if group is None else group)
+    if group is None:
+        group = dist.group.WORLD
+    return Ring() if group is None else _ring_of_group(weakref.ref(group))
 
 
 @lru_cache(maxsize=8)
-def _ring_of_group(group: dist.ProcessGroup | None) -> Ring:
-    return Ring(group)
+def _ring_of_group(group: weakref.ref[dist.ProcessGroup]) -> Ring:
+    return Ring(group())
 
 
 def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transport | None) -> Transport:

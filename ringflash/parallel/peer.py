@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from math import prod
 
@@ -42,11 +43,20 @@ class PeerTransport(NeighbourTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self.group = group
+        # torch holds it until destroy_process_group. Who holds it for longer has its threads run into the end of the
+        # process, where one that drops a tensor aborts it: one exit of five, after a gather on gloo.
+        self._group = weakref.ref(group)
         if self.rank < 0:
             raise ValueError(
                 f"Ring: global rank {dist.get_rank()} is not in the group {dist.get_process_group_ranks(group)}"
             )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("Ring: its process group was destroyed; make a new Ring, of a group that is there")
+        return group
 
     def exchange(self, sends: list[Message], receives: list[Message]) -> InFlight:
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x, to in sends]
@@ -54,7 +64,7 @@ class PeerTransport(NeighbourTransport):
         return PeerInFlight(self.rank, dist.batch_isend_irecv(ops) if ops else [], sends, receives)
 
     def reach(self) -> Reach:
-        return GroupReach(self.group)
+        return GroupReach(lambda: self.group)
 
     def all_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         # As bytes, because not every backend takes every type; padded to the longest, because it wants equal lengths.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from ringflash.parallel.lanes import HostLane, Lane, Reach
 class GroupReach(Reach):
     """Ranks are those inside the group. All members are on one host, and their GPUs reach each other."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Callable[[], dist.ProcessGroup]) -> None:
+        """group: gives it; held by nobody here, see PeerTransport."""
+        self._group, self._rank, self._ranks = group, dist.get_rank(group()), dist.get_world_size(group())
 
     def refuses(self, device: torch.device) -> str | None:
         facts = self.everyone((socket.gethostname(), _boot(), device.index, _refusal(device)))
@@ -48,7 +50,7 @@ class GroupReach(Reach):
         import torch.distributed._symmetric_memory as symmetric_memory
 
         mine = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(mine, self._group)
+        handle = symmetric_memory.rendezvous(mine, self._group())
         return [
             mine if rank == self._rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._ranks)
         ]
@@ -72,12 +74,12 @@ class GroupReach(Reach):
         return blocks
 
     def host_lane(self) -> Lane:
-        timeout = self._group._get_backend(torch.device("cpu")).options._timeout
+        timeout = self._group()._get_backend(torch.device("cpu")).options._timeout
         return HostLane(self._rank, timeout.total_seconds(), lambda: False)
 
     def everyone(self, value: object) -> list[Any]:
         values: list[Any] = [None] * self._ranks
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._group())
         return values
 
 

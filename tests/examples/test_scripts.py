@@ -1,5 +1,6 @@
 """The short examples print what they say that they print, alone and under torchrun."""
 
+import difflib
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("0*.py"))
+# Two processes of these do other work.
+ALONE = ["01_one_gpu.py", "04_fsdp2_plain.py"]
 
 
 def printed_by(*command):
@@ -22,18 +25,31 @@ def printed_by(*command):
 
 
 def promised_by(script):
-    """The indented lines of the docstring after the sentence that ends in "prints" or "prints, ...:"."""
+    """The indented lines of the docstring after the sentence that ends in "prints" ... ":"."""
     docstring = re.match(r'"""(.*?)"""', (EXAMPLES / script).read_text(encoding="utf-8"), re.S).group(1)
     block = re.search(r"\bprints\b[^\n]*:\n\n((?: {4}.*\n?|\n)+)", docstring).group(1)
     return [line.strip() for line in block.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_it_prints_what_it_says(script):
-    path = f"examples/{script}"
-    promised = promised_by(script)
-    assert printed_by(path) == promised
-    assert printed_by("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path) == promised
+def test_alone_it_prints_what_it_says(script):
+    assert printed_by(f"examples/{script}") == promised_by(script)
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ALONE])
+def test_two_processes_print_the_same(script):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert printed_by(*launcher, f"examples/{script}") == promised_by(script)
+
+
+def test_five_changed_lines_make_the_plain_fsdp2_script_context_parallel():
+    plain, parallel = (
+        (EXAMPLES / script).read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
+        for script in ("04_fsdp2_plain.py", "04_fsdp2.py")
+    )
+    changed = [line[2:] for line in difflib.ndiff(plain, parallel) if line.startswith("+ ") and line[2:].strip()]
+    assert 0 < len(changed) <= 5, changed
+    assert promised_by("04_fsdp2.py") == promised_by("04_fsdp2_plain.py")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
