@@ -73,15 +73,15 @@ def attention(
     sinks = score.sinks if isinstance(score, Score) else None
     is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
     is_repeatable = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    # As numbers: what is kept by settings must not change with a tensor.
+    N, M = (
+        None if n is None else integer(f"attention: {name}", n)
+        for name, n in (("length", length), ("query_length", query_length))
+    )
     switches = (is_repeatable, route, return_lse, is_trained)
     if is_operator:
-        out, lse = as_operator(q, k, v, ring, mask, scale, score, length, query_length, backend, *switches)
+        out, lse = as_operator(q, k, v, ring, mask, scale, score, N, M, backend, *switches)
     else:
-        # As numbers: what is kept by settings must not change with a tensor.
-        N, M = (
-            None if n is None else integer(f"attention: {name}", n)
-            for name, n in (("length", length), ("query_length", query_length))
-        )
         work = prepared(q, k, v, ring, (mask, scale, score, N, M, backend, *switches))
         out, lse = RingAttentionFunction.apply(*(last_stride_one(x) for x in (q, k, v)), sinks, work)
     return (out, lse) if return_lse else out

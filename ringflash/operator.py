@@ -6,6 +6,7 @@ without; whoever traces it knows shapes, and nothing else. So a new ring, packed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,8 @@ NO_TABLE = KernelTable("none", {Cell("forward", 64, "full", 1024): {"reference":
 @constant()
 @dataclass(frozen=True)
 class Settings(metaclass=Traced):
-    """What compiled code holds as constants: arguments of attention(), and fields of its Score."""
+    """Arguments of attention() that compiled code holds as constants."""
 
-    scale: float | None
-    softcap: float | None
-    alibi: tuple[float, ...] | None
-    dropout: float
     backend: str | None
     deterministic: bool
     route: Route | None
@@ -67,9 +64,11 @@ def as_operator(
     mask, score = Full() if mask is None else mask, Score(scale=scale) if score is None else score
     # A tracer's stand-in for a table is no KernelTable.
     table, name = (NO_TABLE, backend) if backend is None or isinstance(backend, str) else (backend, None)
-    settings = Settings(score.scale, score.softcap, score.alibi, score.dropout, name, *switches)
-    ring = NO_RING if ring is None else ring
-    return _attention(q, k, v, score.sinks, ring, mask, table, settings, length, query_length, score.seed)
+    return _attention(
+        q, k, v, score.sinks, NO_RING if ring is None else ring, mask, table, Settings(name, *switches), length,
+        query_length, score.scale, score.softcap, None if score.alibi is None else list(score.alibi), score.dropout,
+        score.seed,
+    )  # fmt: skip
 
 
 def _work(
@@ -83,10 +82,14 @@ def _work(
     settings: Settings,
     length: int | None,
     query_length: int | None,
+    scale: float | None,
+    softcap: float | None,
+    alibi: Sequence[float] | None,
+    dropout: float,
     seed: int | None,
 ) -> Work:
     check_tensors(q, k, v)
-    score = Score(settings.scale, settings.softcap, settings.alibi, sinks, settings.dropout, seed)
+    score = Score(scale, softcap, None if alibi is None else tuple(alibi), sinks, dropout, seed)
     backend = settings.backend if table is NO_TABLE else table
     switches = (settings.deterministic, settings.route, settings.return_lse, settings.is_trained)
     return prepared(
@@ -106,9 +109,14 @@ def _attention(
     settings: Settings,
     length: int | None,
     query_length: int | None,
+    scale: float | None,
+    softcap: float | None,
+    alibi: Sequence[float] | None,
+    dropout: float,
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
-    work = _work(q, k, v, sinks, ring, mask, table, settings, length, query_length, seed)
+    numbers = (length, query_length, scale, softcap, alibi, dropout, seed)
+    work = _work(q, k, v, sinks, ring, mask, table, settings, *numbers)
     q, k, v = (last_stride_one(x) for x in (q, k, v))
     out, lse = attend(q, k, v, sinks, work)
     return out.contiguous(), lse
@@ -135,9 +143,14 @@ def _backward(
     settings: Settings,
     length: int | None,
     query_length: int | None,
+    scale: float | None,
+    softcap: float | None,
+    alibi: Sequence[float] | None,
+    dropout: float,
     seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    work = _work(q, k, v, sinks, ring, mask, table, settings, length, query_length, seed)
+    numbers = (length, query_length, scale, softcap, alibi, dropout, seed)
+    work = _work(q, k, v, sinks, ring, mask, table, settings, *numbers)
     q, k, v = (last_stride_one(x) for x in (q, k, v))
     found = gradients((q, k, v, sinks), out, lse, dout, dlse, work)
     inputs = (q, k, v, q.new_empty(0) if sinks is None else sinks)

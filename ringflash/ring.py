@@ -192,18 +192,24 @@ class Ring(metaclass=Traced):
 def ring_of_group(group: dist.ProcessGroup | None) -> Ring | None:
     """The ring of a group, for callers that name the group in every call; None before init_process_group.
 
-    Kept for the 8 groups that were asked for last: what ranks have compared and planned is kept with a ring.
+    The same as long as the group lives, on every rank: what ranks have compared is kept with a ring, and one that forgot
+    would compare again, alone.
     """
     if group is None and not dist.is_initialized() and not dist.is_torchelastic_launched():
         return None
-    if group is None:
-        group = dist.group.WORLD
-    return Ring() if group is None else _ring_of_group(weakref.ref(group))
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        return Ring(group)  # or why there is none
+    rings = _rings()
+    if group not in rings:
+        rings[group] = Ring(group)
+    return rings[group]
 
 
-@lru_cache(maxsize=8)
-def _ring_of_group(group: weakref.ref[dist.ProcessGroup]) -> Ring:
-    return Ring(group())
+@lru_cache(maxsize=1)
+def _rings() -> weakref.WeakKeyDictionary[dist.ProcessGroup, Ring]:
+    """By group, which a ring does not hold."""
+    return weakref.WeakKeyDictionary()
 
 
 def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transport | None) -> Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +41,8 @@ def scaled_dot_product_attention(
     enable_gqa: as in torch, needed where Hq is a multiple of Hk.
     ring, length, query_length, backend: as in `attention`.
 
-    Returns [..., Hq, Sq, Dv] in query's type. A row that sees no key is 0, where torch gives NaN.
+    Returns [..., Hq, Sq, Dv] in query's type, which autocast does not change. A row that sees no key is 0, where torch gives
+    NaN.
     Errors: those of `attention`; NotImplementedError for an attn_mask; ValueError for arguments that contradict each other.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -51,7 +53,8 @@ def scaled_dot_product_attention(
                 "[..., heads, tokens, dim] with leading axes alike"
             )
     _check(query, key, attn_mask, dropout_p, is_causal, enable_gqa, mask, seed)
-    heads = (x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value))
+    rows = prod(query.shape[:-3])
+    heads = (x.reshape(rows, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value))
     score = Score(scale=scale, dropout=dropout_p, seed=seed)
     out: Any = attention(
         *heads, ring=ring, mask=Causal() if is_causal else mask, score=score, length=length, query_length=query_length,
@@ -72,6 +75,9 @@ def _check(
 ) -> None:
     """What torch's arguments say together."""
     name = "scaled_dot_product_attention"
+    for argument, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {argument} is {type(value).__name__}; must be True or False")
     if attn_mask is not None:
         raise NotImplementedError(
             f"{name}: attn_mask is {type(attn_mask).__name__}; must be None. Say the rule as mask=, for example "

@@ -164,6 +164,25 @@ def test_scores_and_lse_are_differentiated_in_compiled_code():
     assert graphs_of(attend, [(drawn(12), seed) for seed in (5, 6, 7, 8)], [sinks]) == [1, 2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda x: rf.Score(scale=x, softcap=3 * x),
+        lambda x: rf.Score(alibi=(x, 2 * x)),
+        lambda x: rf.Score(dropout=x, seed=3),
+    ],
+    ids=["scale", "alibi", "dropout"],
+)
+def test_numbers_of_a_score_may_change(score):
+    """As those of the layers of a model do, each of which is compiled."""
+
+    def attend(x, number):
+        q = x.unflatten(-1, (2, 8))
+        return rf.attention(q, q, q, mask=rf.Causal(), score=score(number))
+
+    assert graphs_of(attend, [(drawn(12), number) for number in (0.5, 0.6, 0.7)])[0] == 1
+
+
 def test_scale_that_is_zero_is_a_scale_in_compiled_code():
     def average(x):
         q = x.unflatten(-1, (2, 8))

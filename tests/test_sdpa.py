@@ -27,9 +27,10 @@ def with_gradients(attend, tensors, **options):
         ({}, {"enable_gqa": True, "is_causal": True, "scale": 0.3}),
         ({"key": (2, 4, 7, 8), "value": (2, 4, 7, 5)}, {}),
         ({"query": (4, 9, 8), "key": (4, 9, 8), "value": (4, 9, 5)}, {"is_causal": True}),
+        ({"key": (2, 2, 0, 8), "value": (2, 2, 0, 5), "query": (2, 4, 0, 8)}, {"enable_gqa": True}),
         ({"query": (3, 2, 4, 9, 8), "key": (3, 2, 4, 9, 8), "value": (3, 2, 4, 9, 5)}, {"scale": 0.0}),
     ],
-    ids=["gqa", "causal", "cross", "no_batch", "two_batches"],
+    ids=["gqa", "causal", "cross", "no_batch", "no_tokens", "two_batches"],
 )
 def test_it_is_torchs_function(shapes, options):
     tensors = drawn(**shapes)
@@ -73,6 +74,7 @@ def test_dropout_is_that_of_a_score():
             "attn_mask is Tensor; must be None. Say the rule as mask=",
         ),
         ({"is_causal": True, "mask": rf.Causal()}, ValueError, "is_causal = True and mask = Causal"),
+        ({"is_causal": 1}, TypeError, "is_causal is int; must be True or False"),
         ({"dropout_p": 0.1}, ValueError, "dropout_p = 0.1 and seed = None"),
         ({"seed": 3}, ValueError, "dropout_p = 0.0 and seed = 3"),
         ({"enable_gqa": False}, ValueError, "query has 4 heads and key has 2; must be equal, or enable_gqa=True"),

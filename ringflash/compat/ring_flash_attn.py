@@ -9,6 +9,9 @@ take the tokens of packed documents without a batch axis, [T, H, D], and cu_seql
 What differs: results are exact for every mask, with sums in fp32; `window_size` holds over the whole sequence;
 `causal=False` is served in every layout; and what is not served is an error. alibi_slopes are served as one number a head.
 
+cu_seqlens on a GPU make the host wait in every call: give them on the CPU, or leave the names behind for
+ringflash.attention, where a mask is made once per batch.
+
 Errors as of ringflash.attention, and ValueError for arguments that contradict each other.
 
 Source of the interface: github.com/zhuzilin/ring-flash-attention, 0.1.8.
@@ -18,10 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from inspect import Signature, signature
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -69,14 +71,19 @@ class _Options:
     dropout_p: float
     softmax_scale: float | None
     causal: bool
-    window_size: tuple[int, int]
+    window_size: tuple[int | None, int | None]  # -1 and None are unbounded
     alibi_slopes: Tensor | None
     deterministic: bool
     return_attn_probs: bool
     group: Any
 
+    def __post_init__(self) -> None:
+        for name in ("causal", "deterministic", "return_attn_probs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {type(getattr(self, name)).__name__}; must be True or False")
+
     def rule(self) -> Mask:
-        left, right = (None if side < 0 else side for side in self.window_size)
+        left, right = (None if side is None or side < 0 else side for side in self.window_size)
         rule = Full() if left is right is None else Window(left, right)
         return rule & Causal() if self.causal else rule
 
@@ -86,7 +93,7 @@ class _Options:
             raise NotImplementedError(
                 f"alibi_slopes has shape {tuple(slopes.shape)}; must be [Hq], one slope for each head of every batch row"
             )
-        return Score(scale=self.softmax_scale, alibi=None if slopes is None else tuple(slopes.tolist()))
+        return Score(scale=self.softmax_scale, alibi=cast(Any, slopes))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Mask) -> Result:
         if self.dropout_p != 0:
@@ -129,6 +136,8 @@ def _batched(name: str, layout: Layout, what: str) -> tuple[Callable[..., Result
         options = _Options(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
         )
+        if layout == Zigzag() and q.shape[1] % 2:
+            raise ValueError(f"q has {q.shape[1]} local tokens; must be even, two pieces of the sequence")
         return options.attend(q, k, v, layout, options.rule())
 
     return _forms(func, name, what, tokens_axis=1)
@@ -190,7 +199,7 @@ class LocalKeys:
 
     lengths: tuple[int, ...]
     causal: bool
-    longest: tuple[int, int]  # max_seqlen_q and max_seqlen_k that were given with it
+    given: tuple[Tensor, Tensor, int, int]  # what was given with it
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -202,8 +211,10 @@ def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens_q, cu_seqlens_k: of the documents that rank's piece touches, as there: the queries of the piece, and the keys
         that they see. local_k_slice is no slice here, but what the functions need of the other ranks' documents; pass it on.
     """
-    borders = integers("cu_seqlens", cu_seqlens)
+    borders = _borders(cu_seqlens)
     total = borders[-1]
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank}; must be in [0, {world_size})")
     if total % world_size:
         raise ValueError(
             f"cu_seqlens ends at {total}, which world_size = {world_size} does not divide; pad the sequence"
@@ -217,13 +228,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     as_given: dict[str, Any] = {"dtype": cu_seqlens.dtype, "device": cu_seqlens.device}
     most_queries, most_keys = (max((b - a for a, b in pairwise(local)), default=0) for local in (queries, keys))
     whole = tuple(b - a for a, b in pairwise(borders))
-    return (
-        torch.tensor(queries, **as_given),
-        torch.tensor(keys, **as_given),
-        most_queries,
-        most_keys,
-        LocalKeys(whole, causal, (most_queries, most_keys)),
-    )
+    given = torch.tensor(queries, **as_given), torch.tensor(keys, **as_given), most_queries, most_keys
+    return (*given, LocalKeys(whole, causal, given))
 
 
 def _by_pieces(
@@ -252,10 +258,11 @@ def _by_pieces(
         )
     if causal != local_k_slice.causal:
         raise ValueError(f"causal = {causal}, but cu_seqlens were prepared for causal = {local_k_slice.causal}")
-    if (max_seqlen_q, max_seqlen_k) != local_k_slice.longest or cu_seqlens_q.shape != cu_seqlens_k.shape:
+    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if not all(a is b or _is_equal(a, b) for a, b in zip(given, local_k_slice.given, strict=True)):
         raise ValueError(
-            f"max_seqlen_q = {max_seqlen_q} and max_seqlen_k = {max_seqlen_k}; local_k_slice was prepared with "
-            f"{local_k_slice.longest}: pass on all five of one call of llama3_flash_attn_prepare_cu_seqlens"
+            f"cu_seqlens_q, cu_seqlens_k, max_seqlen_q = {max_seqlen_q} and max_seqlen_k = {max_seqlen_k} are not those "
+            "that local_k_slice was prepared with; pass on all five of one call of llama3_flash_attn_prepare_cu_seqlens"
         )
     stride = integer("heads_k_stride", heads_k_stride, least=1)
     if k.dim() == 3 and k.shape[1] % stride:
@@ -264,6 +271,11 @@ def _by_pieces(
         dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     )
     return options.attend_packed(q, k, v, Contiguous(), local_k_slice.lengths)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Of tensors also on different devices; only where they are not the very same ones, for this may wait for a GPU."""
+    return torch.equal(a.cpu(), b.cpu()) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
 def substitute_hf_flash_attn(*args: Any, **options: Any) -> NoReturn:
@@ -291,8 +303,7 @@ def _unpacked(name: str, x: Tensor, axis: int, parts: int) -> tuple[Tensor, ...]
 
 def _local_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[int, ...]:
     """Of each document on this rank."""
-    is_counted = isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_inference()
-    lengths = _lengths(cu_seqlens, cu_seqlens._version) if is_counted else _lengths.__wrapped__(cu_seqlens, 0)
+    lengths = tuple(b - a for a, b in pairwise(_borders(cu_seqlens)))
     if sum(lengths) != tokens:
         raise ValueError(f"cu_seqlens ends at {sum(lengths)}; must end at the {tokens} tokens that this rank holds")
     if max(lengths, default=0) > integer("max_seqlen", max_seqlen):
@@ -300,14 +311,12 @@ def _local_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[in
     return lengths
 
 
-@lru_cache(maxsize=8)
-def _lengths(cu_seqlens: Tensor, version: int) -> tuple[int, ...]:
-    """Looked up by the tensor itself as long as nobody writes to it, so that layers do not wait for the device again."""
+def _borders(cu_seqlens: Tensor) -> list[int]:
+    """Read again in every call: nobody tells of writes by other ranks, which collectives make."""
     borders = integers("cu_seqlens", cu_seqlens)
-    lengths = tuple(b - a for a, b in pairwise(borders))
-    if borders[:1] != [0] or min(lengths, default=0) < 0:
+    if borders[:1] != [0] or any(b < a for a, b in pairwise(borders)):
         raise ValueError(f"cu_seqlens = {borders[:8]}; must start with 0 and not decrease")
-    return lengths
+    return borders
 
 
 ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _batched(

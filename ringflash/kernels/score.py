@@ -61,7 +61,7 @@ class Score:
             raise ValueError(f"Score: dropout = {self.dropout}; must be in [0, 1)")
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("Score: seed", self.seed))
-        if (self.dropout > 0) != (self.seed is not None):
+        if (self.seed is None) if self.dropout > 0 else (self.seed is not None):
             raise ValueError(
                 f"Score: dropout = {self.dropout} and seed = {self.seed}; dropout needs a seed, and a seed is for dropout"
             )

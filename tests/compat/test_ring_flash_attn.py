@@ -3,8 +3,10 @@
 import inspect
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringflash as rf
 from ringflash.compat import ring_flash_attn as compat
@@ -163,6 +165,10 @@ def packed(cu_seqlens=(0, 2, 8), max_seqlen=6, name="zigzag_ring_flash_attn_varl
     return getattr(compat, name)(q, q, q, torch.tensor(cu_seqlens), max_seqlen)
 
 
+def prepared(borders, rank):
+    return compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor(borders), True, rank, 2)
+
+
 def llama3(**change):
     q = draw(queries=8, heads=(2, 2))["q"][0]
     cu_q, cu_k, most_q, most_k, keys = compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 2, 8]), True, 0, 1)
@@ -184,7 +190,16 @@ def llama3(**change):
         (lambda: packed(max_seqlen=5), ValueError, "max_seqlen = 5; the longest document has 6"),
         (lambda: llama3(local_k_slice=slice(0, 8)), TypeError, "local_k_slice is slice; must come from"),
         (lambda: llama3(causal=False), ValueError, "causal = False, but cu_seqlens were prepared for causal = True"),
-        (lambda: llama3(max_seqlen_k=5), ValueError, "max_seqlen_k = 5; local_k_slice was prepared with"),
+        (lambda: llama3(max_seqlen_k=5), ValueError, "max_seqlen_k = 5 are not those that local_k_slice was prepared"),
+        (lambda: llama3(cu_seqlens_q=torch.tensor([0, 6, 8])), ValueError, "pass on all five of one call"),
+        (lambda: alone(causal=None), TypeError, "causal is NoneType; must be True or False"),
+        (lambda: prepared([0, 8], 2), ValueError, "rank = 2; must be in"),
+        (lambda: prepared([2, 8], 0), ValueError, "must start with 0"),
+        (
+            lambda: compat.zigzag_ring_flash_attn_func(*(torch.zeros(1, 7, 2, 4) for _ in "qkv")),
+            ValueError,
+            "q has 7 local tokens; must be even",
+        ),
         (lambda: llama3(heads_k_stride=3), ValueError, "heads_k_stride = 3; must divide the 2 key heads"),
         (
             lambda: compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 7]), True, 0, 2),
@@ -216,21 +231,32 @@ def test_scale_and_slopes_are_passed_on():
     assert_all_close({"out": out}, {"out": expected["out"]}, torch.float64)
 
 
-def test_lengths_are_read_again_only_after_somebody_wrote_them():
-    borders = torch.tensor([0, 2, 8])
-    assert compat._local_lengths(borders, 6, 8) == (2, 6)
-    before = compat._lengths.cache_info().hits
-    assert compat._local_lengths(borders, 6, 8) == (2, 6)
-    assert compat._lengths.cache_info().hits == before + 1
-    borders[1] = 4
-    assert compat._local_lengths(borders, 6, 8) == (4, 4)
+def test_lengths_are_those_of_the_moment():
+    """However they were written: a collective, or somebody with the same memory, tells of nothing."""
+    numbers = numpy.array([0, 2, 8])
+    borders = torch.from_numpy(numbers)
+    q = draw(queries=8, heads=(2, 2))["q"][0]
+    attend = compat.ring_flash_attn_varlen_func
+    before = attend(q, q, q, borders, 8, causal=True)
+    numbers[1] = 4
+    after = attend(q, q, q, borders, 8, causal=True)
+    assert torch.equal(after, attend(q, q, q, torch.tensor([0, 4, 8]), 8, causal=True))
+    assert not torch.equal(after, before)
 
 
-def same_ring_twice():
-    group, is_member = subgroup(2)
-    return not is_member or ring_of_group(group) is ring_of_group(group)
+def same_ring_after_many_others():
+    """Of which other ranks of the ring know nothing."""
+    world, alone = dist.group.WORLD, [dist.new_group([0]) for _ in range(10)]
+    ring = ring_of_group(world)
+    if dist.get_rank() == 0:
+        assert len({id(ring_of_group(group)) for group in alone}) == 10
+    is_same = ring_of_group(world) is ring
+    for group in alone:
+        if dist.get_rank() == 0:
+            dist.destroy_process_group(group)
+    return is_same
 
 
 def test_one_group_has_one_ring(workers):
     assert ring_of_group(None) is None
-    assert all(workers.run(same_ring_twice))
+    assert all(workers.run(same_ring_after_many_others))
