@@ -6,6 +6,7 @@
     python3 dev.py test-gpu [...]       the tests that need one
     python3 dev.py check                format, lint, types, architecture
     python3 dev.py bench [...]          benchmarks/run.py
+    python3 dev.py docs                 the documentation site, in build/site
     python3 dev.py setup                only set up, for all of the above
 
 Standard library only: it starts in a fresh clone on a machine that has nothing but Python 3.10 or newer.
@@ -71,6 +72,7 @@ EXTRAS = {
     "test-gpu": ("test-gpu",),
     "check": ("test", "dev"),
     "bench": ("train",),
+    "docs": ("docs",),
     "setup": ("test", "dev"),
 }
 # OpenMP threads that spin while they wait take the core from whoever has work, once there are more threads than cores:
@@ -495,13 +497,47 @@ def bench(arguments: list[str]) -> None:
     become([python_for("bench"), "benchmarks/run.py", *arguments])
 
 
+def site(python: str, folder: Path) -> list[str]:
+    """The command that builds the documentation into a folder, all of it: what was built before warns no more."""
+    strict = ["--fail-on-warning", "--keep-going", "--fresh-env", "--quiet"]
+    return [
+        python,
+        "-m",
+        "sphinx",
+        *strict,
+        "--conf-dir",
+        "docs/site",
+        "--doctree-dir",
+        f"{folder}-read",
+        ".",
+        str(folder),
+    ]
+
+
+def docs(arguments: list[str]) -> None:
+    if arguments:
+        fail(f"docs takes no arguments, got {' '.join(arguments)}")
+    folder = ROOT / "build" / "site"
+    if subprocess.run(site(python_for("docs"), folder), cwd=ROOT, env=environment()).returncode:
+        fail("docs: a warning is an error here; they stand above")
+    say(f"open {folder / 'index.html'}")
+
+
 def setup(arguments: list[str]) -> None:
     if arguments:
         fail(f"setup takes no arguments, got {' '.join(arguments)}")
     bring_other_tritons(python_for("setup"))
 
 
-COMMANDS = {"train": train, "test": test, "check": check, "test-gpu": test_gpu, "bench": bench, "setup": setup}
+COMMANDS = {
+    "train": train,
+    "test": test,
+    "check": check,
+    "test-gpu": test_gpu,
+    "bench": bench,
+    "docs": docs,
+    "setup": setup,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Draw the figures of the README and docs/design.md from the schedule itself: python docs/figures/draw.py."""
+"""Draw the figures of the README and the docs from the schedule itself: python docs/figures/draw.py."""
 
 from __future__ import annotations
 
@@ -156,7 +156,111 @@ def ring() -> None:
     plt.close(figure)
 
 
-if __name__ == "__main__":
+def box(axes: Axes, place: tuple[float, float], text: str, owner: int, *, is_home: bool, share: float = 1.0) -> None:
+    """What belongs to `owner`: filled where it stays at home, framed where it travels; a sum is filled to its share."""
+    (x, y), colour = place, COLOURS[owner]
+    axes.add_patch(plt.Rectangle((x, y), 1.0, 0.8, facecolor=colour if is_home else "white", edgecolor=colour, lw=2))
+    if not is_home and share < 1.0:
+        axes.add_patch(plt.Rectangle((x, y), share, 0.8, facecolor=colour, alpha=0.3, lw=0))
+    ink = "white" if is_home else colour
+    axes.text(
+        x + 0.5, y + 0.4, text, ha="center", va="center", color=ink, fontsize=8.5, weight="bold" if is_home else None
+    )
+
+
+def route(axes: Axes, title: str, home: str, travels: str, sums: str) -> None:
+    """One backward: what stays, what visits the others, and the sums that follow it and go home."""
+    axes.set_xlim(-0.2, 16.8)
+    axes.set_ylim(-0.4, 7.1)
+    axes.axis("off")
+    axes.set_title(title, fontsize=11, color=INK, loc="left")
+    column = [1.9 + 3.85 * rank for rank in range(RANKS)]
+    for rank, x in enumerate(column):
+        axes.text(x + 1.65, 6.75, f"rank {rank}", ha="center", fontsize=10, color=INK)
+    for hop in range(RANKS):
+        y = 5.4 - 1.4 * hop
+        axes.text(-0.1, y + 0.4, f"hop {hop}", fontsize=10, color=INK, va="center")
+        for rank, x in enumerate(column):
+            source = (rank - hop) % RANKS
+            box(axes, (x, y), home, rank, is_home=True)
+            box(axes, (x + 1.15, y), travels, source, is_home=False)
+            if hop > 0:
+                box(axes, (x + 2.3, y), sums, source, is_home=False, share=hop / RANKS)
+            if hop < RANKS - 1 and rank < RANKS - 1:
+                arrow = {"arrowstyle": "->", "color": COLOURS[source], "lw": 1.1}
+                axes.annotate("", (column[rank + 1] + 1.4, y - 0.58), (x + 1.9, y - 0.03), arrowprops=arrow)
+    axes.text(-0.1, 0.2, "home", fontsize=10, color=INK, va="center")
+    for rank, x in enumerate(column):
+        box(axes, (x + 2.3, -0.2), sums, rank, is_home=True)
+
+
+def routes() -> None:
+    """Both ways through backward: keys travel and the sums of their gradients follow, or queries do."""
+    figure, (above, below) = plt.subplots(2, figsize=(9.2, 8.6), facecolor="white", gridspec_kw={"hspace": 0.12})
+    route(above, 'route="keys": K and V travel, queries and their gradients stay', "Q dO\ndQ", "K V", "dK\ndV")
+    route(below, 'route="queries": Q and dO travel, keys and their gradients stay', "K V\ndK dV", "Q dO", "dQ")
+    figure.savefig(HERE / "routes.png", dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def landing() -> None:
+    """What a rank of a zigzag ring sees of all shards, put together again: one sequence, one interval for each query."""
+    rank, layout = 1, rf.Zigzag()
+    mine = layout.positions(LENGTH, rank, RANKS).numpy()
+    seen = seen_by(rf.Causal(), LENGTH, LENGTH)[mine]
+    owner, last = owners(layout), int(np.flatnonzero(seen.any(axis=0))[-1]) + 1
+    figure = plt.figure(figsize=(9.2, 7.0), facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_xlim(-7.5, LENGTH + 1)
+    axes.set_ylim(-12.6, 11.6)
+    axes.axis("off")
+    rows = {
+        9.5: "shards, on\ntheir ranks",
+        3.5: "landed\non rank 1",
+        -4.0: "queries of rank 1\nagainst it,\nin one launch",
+        -11.0: "dK, dV of others'\nrows leave for\ntheir owners",
+    }
+    for y, text in rows.items():
+        axes.text(-7.3, y, text, fontsize=10, color=INK, va="center")
+    for source in range(RANKS):
+        start = 8.2 * source
+        axes.text(start + 3.5, 10.75, f"rank {source}", ha="center", fontsize=10, color=INK)
+        for row, position in enumerate(layout.positions(LENGTH, source, RANKS).tolist()):
+            cell(axes, (start + 0.88 * row, 9.0), 0.88, COLOURS[source], is_filled=True)
+            if position < last and source != rank:
+                line = {"color": COLOURS[source], "lw": 0.7, "alpha": 0.6}
+                axes.plot([start + 0.88 * row + 0.44, position + 0.5], [8.9, 4.15], **line)
+    for position in range(last):
+        cell(axes, (position, 3.0), 1.0, COLOURS[owner[position]], is_filled=owner[position] == rank)
+        for row in range(len(mine)):
+            colour = COLOURS[owner[position]] if seen[row, position] else PAPER
+            cell(axes, (position, -0.5 - row), 1.0, colour, is_filled=True)
+        if owner[position] != rank and seen[:, position].any():
+            cell(axes, (position, -11.5), 1.0, COLOURS[owner[position]], is_filled=False)
+            axes.annotate("", (position + 0.5, -11.55 - 0.95), (position + 0.5, -11.55),
+                          arrowprops={"arrowstyle": "->", "color": COLOURS[owner[position]], "lw": 0.9})  # fmt: skip
+    for position in range(0, last, 4):
+        if owner[position] != rank:
+            axes.text(position + 2, 2.05, "flag", fontsize=8, color=COLOURS[owner[position]], ha="center")
+    figure.savefig(HERE / "landing.png", dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def cell(axes: Axes, place: tuple[float, float], width: float, colour: str, *, is_filled: bool) -> None:
+    face, edge = (colour, "white") if is_filled else ("white", colour)
+    inset = 0.0 if is_filled else 0.08
+    corner = (place[0] + inset, place[1] + inset)
+    size = (width - 2 * inset, 1.0 - 2 * inset)
+    axes.add_patch(plt.Rectangle(corner, *size, facecolor=face, edgecolor=edge, lw=0.8 if is_filled else 1.6))
+
+
+def draw() -> None:
     layout_mask_plan()
     draw_masks()
     ring()
+    routes()
+    landing()
+
+
+if __name__ == "__main__":
+    draw()
