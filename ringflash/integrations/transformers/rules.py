@@ -151,7 +151,7 @@ def said_rule(
         here = torch.arange(N) if ring is None else ring.positions(N)
         said: Mask | Union = (Causal() if layer.is_causal else Full()) if mask is None else mask
         parts = said.parts if isinstance(said, Union) else (said,)
-        _check_causal(layer, parts, here)
+        _check_causal(layer, parts, N)
         ids = _check_positions(layer, parts, here, position_ids)
         _check_own_mask(layer, shown, ids)
         kept[key] = said & layer.windowed
@@ -191,12 +191,12 @@ def _check_call(layer: Layer, shown: Shown | Tensor | None, borders: Tensor | No
         )
 
 
-def _check_causal(layer: Layer, parts: tuple[Mask, ...], here: Tensor) -> None:
-    if not layer.is_causal:
-        return
-    for part in parts:
-        lo, hi = part.bounds(here)
-        if bool(((hi > here + 1) & (lo < hi)).any()):
+def _check_causal(layer: Layer, parts: tuple[Mask, ...], N: int) -> None:
+    """Of the whole sequence, so that all ranks refuse alike."""
+    position = torch.arange(N)
+    for part in parts if layer.is_causal else ():
+        lo, hi = part.bounds(position) if part != Causal() else (position, position)
+        if bool(((hi > position + 1) & (lo < hi)).any()):
             raise ValueError(
                 f"{layer}: is causal, and mask {part} shows later tokens; must show none. Write Causal() & ..., or "
                 "Documents(..., causal=True)"

@@ -1,0 +1,85 @@
+"""Trains with transformers' Trainer for three steps: `python -m tests.integrations.train_over_ring OUT [RANKS:BATCH ...]`.
+
+Alone or under torchrun; for each RANKS:BATCH a run with rings of so many ranks, whose losses and weights process 0 saves.
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, logging
+
+import ringflash as rf
+from ringflash.integrations.transformers import RingTraining, register
+
+DOCUMENTS = 24
+
+
+class RingTrainer(RingTraining, Trainer):
+    pass
+
+
+def examples():
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(5, 40, (DOCUMENTS,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(64, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def model(attention="ring", **facts):
+    register()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=attention, **facts))
+
+
+def arguments(folder, batch, **more):
+    settings = {
+        "output_dir": folder, "use_cpu": True, "disable_tqdm": True, "report_to": [], "save_strategy": "no",
+        "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "gradient_accumulation_steps": 2,
+        "max_steps": 3, "logging_steps": 1, "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd",
+    }  # fmt: skip
+    return TrainingArguments(**{**settings, **more})
+
+
+def train(kind, batch, attention="ring", uneven=True, **more):
+    """{"train": losses, "eval": losses of 8 and, where processes share no batch, of 9 documents, "weights": ...}."""
+    logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = kind(
+            model=model(attention),
+            args=arguments(folder, batch),
+            train_dataset=examples(),
+            eval_dataset=examples()[:8],
+            data_collator=DataCollatorWithFlattening(),
+            **more,
+        )
+        trainer.train()
+        evaluated = [trainer.evaluate()["eval_loss"]]
+        if uneven:
+            evaluated.append(trainer.evaluate(examples()[:9])["eval_loss"])
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "train": losses,
+        "eval": evaluated,
+        "weights": {k: v.detach() for k, v in trainer.model.state_dict().items()},
+    }
+
+
+def main():
+    path, *runs = sys.argv[1:]
+    dist.init_process_group("gloo")
+    processes, results = dist.get_world_size(), {}
+    for name in runs:
+        ranks, batch = map(int, name.split(":"))
+        mesh = init_device_mesh("cpu", (processes // ranks, ranks), mesh_dim_names=("dp", "cp"))
+        results[name] = train(RingTrainer, batch, ring=rf.Ring(mesh["cp"]), uneven=ranks == processes)
+    if dist.get_rank() == 0:
+        torch.save(results, path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
