@@ -50,7 +50,7 @@ register()
 
 
 def documents(count, seed):
-    """Sequences that go up by 1, 2 or 3, modulo the vocabulary; which of them a model must find out from what came before."""
+    """Sequences that go up by 1, 2 or 3, modulo the vocabulary; by which one a model must find out from their beginning."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(VOCABULARY, (count,), generator=generator).tolist()
     return [

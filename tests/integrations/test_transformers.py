@@ -3,6 +3,7 @@
 Runs with the transformers of .venv, and with the oldest supported one (test_transformers_versions.py).
 """
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from ringflash.integrations.transformers.attend import attend
 from ringflash.integrations.transformers.shown import show
 from ringflash.parallel.inprocess import run
 from ringflash.testing.oracle import dense_gradients
+from ringflash.training import count_tokens
 from tests.integrations.families import (
     FAMILIES,
     VOCABULARY,
@@ -35,8 +37,6 @@ PACKED = [7, 1, 14]
 
 def over_ring(model, batch, ranks, layout=None, change=None):
     """(logits, loss, gradients) of a batch of whole sequences over an in-process ring, each rank with its own copy."""
-    import copy
-
     copies = [copy.deepcopy(model) for _ in range(ranks)]
 
     def step(member):
@@ -82,7 +82,11 @@ def test_loss_and_gradients_are_those_of_eager_attention(family, lengths):
         assert_alike(grads, expected[2])
 
 
-@pytest.mark.parametrize("layout", [rf.Contiguous(), rf.Striped()], ids=["contiguous", "striped"])
+@pytest.mark.parametrize(
+    "layout",
+    [rf.Contiguous(), rf.Striped(), rf.Balanced(rf.Documents(PACKED, causal=True))],
+    ids=["contiguous", "striped", "balanced"],
+)
 def test_every_layout_gives_the_same(layout):
     batch = packed_batch()
     expected = eager(make("Mistral", "eager"), batch["input_ids"], PACKED)
@@ -195,6 +199,30 @@ def test_a_mask_of_ones_beside_a_ring_hides_nothing():
         change=lambda inputs, ring: inputs.update(attention_mask=torch.ones_like(inputs["input_ids"])),
     )
     assert_alike(found[2], expected[2])
+
+
+def test_checkpointed_layers_give_the_same():
+    """As Trainer's gradient_checkpointing does it: the arguments of a call come along when it is done again."""
+    batch = packed_batch()
+    expected = eager(make("Mistral", "eager"), batch["input_ids"], PACKED)
+    model = make("Mistral", "ring")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_alike(over_ring(model, batch, 2)[2], expected[2])
+
+
+def test_under_autocast_attention_is_that_of_16_bits():
+    """Rotary embeddings leave q and k in fp32 beside a v of 16 bits; torch's own attention takes all in 16."""
+    batch = packed_batch(lengths=[N])
+    _, loss, grads = eager(make("Llama", "eager"), batch["input_ids"], [N])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = alone(make("Llama", "ring"), **batch, use_cache=False)
+        theirs = alone(make("Llama", "sdpa"), **batch, use_cache=False)
+    assert_alike(found[1], loss, 0.02)
+    errors = [
+        sum(float((x - grads[name]).norm() / grads[name].norm()) for name, x in those.items())
+        for those in (found[2], theirs[2])
+    ]
+    assert errors[0] <= 2 * errors[1]
 
 
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()[None, None]
@@ -479,7 +507,29 @@ def test_the_denominator_counts_the_whole_batch(averaged_over):
 
     for inputs, count in run(3, step):
         assert count == pytest.approx(2 * (N - len(PACKED)) / averaged_over)
-        assert inputs["labels"] is inputs["shift_labels"] and inputs["labels"].shape == inputs["input_ids"].shape
+        assert inputs["shift_labels"].shape == inputs["labels"].shape == inputs["input_ids"].shape
+        assert bool((inputs["labels"] == -100).all())  # a model that would shift them again finds none
+
+
+def test_micro_batches_share_one_denominator():
+    """R41, as docs/huggingface.md has it, with gradients that are averaged over the ranks."""
+    batches = [packed_batch(1, [9, 13]), packed_batch(1, [3])]
+    models = [make("Llama", "ring") for _ in range(2)]
+
+    def step(member):
+        ring = rf.Ring(transport=member)
+        parts = [local_inputs(batch, ring, averaged_over=2) for batch in batches]
+        tokens = count_tokens([part["shift_labels"] for part in parts], ring, averaged_over=2)
+        for part in parts:
+            models[ring.rank](**{**part, "num_items_in_batch": tokens.count / tokens.averaged_over}).loss.backward()
+
+    run(2, step)
+    model = make("Llama", "eager")
+    # Means over 20 and 2 tokens; `eager` clears the gradients that it gave before.
+    many = {name: 20 / 22 * x.clone() for name, x in eager(model, batches[0]["input_ids"], [9, 13])[2].items()}
+    few = eager(model, batches[1]["input_ids"], [3])[2]
+    averaged = {name: (x + gradients(models[1])[name]) / 2 for name, x in gradients(models[0]).items()}
+    assert_alike(averaged, {name: many[name] + 2 / 22 * x for name, x in few.items()})
 
 
 @pytest.mark.parametrize(
@@ -526,6 +576,15 @@ def test_a_model_whose_layers_do_not_get_the_ring_fails_the_check():
     forward = model.model.layers[1].forward
     model.model.layers[1].forward = lambda *a, ring=None, mask=None, **k: forward(*a, **k)
     with pytest.raises(ValueError, match="some layer does not get it"):
+        check_model(model)
+
+
+def test_a_model_with_a_loss_of_its_own_that_shifts_labels_fails_the_check():
+    model = make("Llama", "ring")
+    model.loss_function = lambda logits, labels, **others: torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    with pytest.raises(ValueError, match="has a loss of 0.000 over a ring, .*must take shift_labels"):
         check_model(model)
 
 

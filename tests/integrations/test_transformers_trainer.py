@@ -63,23 +63,25 @@ def test_a_ring_of_one_trains_like_transformers_alone():
 
 
 def test_a_ring_of_two_trains_and_evaluates_like_one_process(tmp_path):
-    """R42, R61, R70, with accumulation; the last batch of evaluation is not full."""
-    check(torchrun(tmp_path, 2, "2:2")["2:2"])
+    """R42, R61, R70, with accumulation; the last batch of evaluation is not full. Wherever tokens are counted."""
+    results = torchrun(tmp_path, 2, "2:2:across", "2:2:each")
+    check(results["2:2:across"])
+    check(results["2:2:each"])
 
 
 @pytest.mark.slow
 def test_a_ring_of_four_and_two_rings_of_two_train_and_evaluate_like_one_process(tmp_path):
     """R42, R70: beside data parallelism each ring reads batches of its own."""
-    results = torchrun(tmp_path, 4, "4:2", "2:1")
-    check(results["4:2"])
-    check(results["2:1"])
+    results = torchrun(tmp_path, 4, "4:2:across", "2:1:across")
+    check(results["4:2:across"])
+    check(results["2:1:across"])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDEST.exists(), reason="`dev.py test` brings the oldest transformers")
 def test_the_oldest_transformers_trains_and_evaluates_the_same(tmp_path):
     """R65. It rounds what it logs to four digits."""
-    check(torchrun(tmp_path, 2, "2:2", first=[OLDEST])["2:2"], tolerance=1e-4)
+    check(torchrun(tmp_path, 2, "2:2:across", first=[OLDEST])["2:2:across"], tolerance=1e-4)
 
 
 def trainer(tmp_path, *, settings=None, attention="ring", **more):

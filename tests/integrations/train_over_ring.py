@@ -1,6 +1,7 @@
-"""Trains with transformers' Trainer for three steps: `python -m tests.integrations.train_over_ring OUT [RANKS:BATCH ...]`.
+"""Trains with transformers' Trainer for three steps: `torchrun -m tests.integrations.train_over_ring OUT RANKS:BATCH:WHERE`.
 
-Alone or under torchrun; for each RANKS:BATCH a run with rings of so many ranks, whose losses and weights process 0 saves.
+For each RANKS:BATCH:WHERE a run with rings of so many ranks, whose tokens are counted "across" processes or in "each".
+Process 0 saves losses and weights.
 """
 
 import sys
@@ -44,13 +45,13 @@ def arguments(folder, batch, **more):
     return TrainingArguments(**{**settings, **more})
 
 
-def train(kind, batch, attention="ring", uneven=True, **more):
+def train(kind, batch, attention="ring", uneven=True, settings=None, **more):
     """{"train": losses, "eval": losses of 8 and, where processes share no batch, of 9 documents, "weights": ...}."""
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         trainer = kind(
             model=model(attention),
-            args=arguments(folder, batch),
+            args=arguments(folder, batch, **(settings or {})),
             train_dataset=examples(),
             eval_dataset=examples()[:8],
             data_collator=DataCollatorWithFlattening(),
@@ -73,9 +74,13 @@ def main():
     dist.init_process_group("gloo")
     processes, results = dist.get_world_size(), {}
     for name in runs:
-        ranks, batch = map(int, name.split(":"))
+        ranks, batch, where = name.split(":")
+        ranks, batch = int(ranks), int(batch)
         mesh = init_device_mesh("cpu", (processes // ranks, ranks), mesh_dim_names=("dp", "cp"))
-        results[name] = train(RingTrainer, batch, ring=rf.Ring(mesh["cp"]), uneven=ranks == processes)
+        settings = {"average_tokens_across_devices": where == "across"}
+        results[name] = train(
+            RingTrainer, batch, ring=rf.Ring(mesh["cp"]), uneven=ranks == processes, settings=settings
+        )
     if dist.get_rank() == 0:
         torch.save(results, path)
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ringflash.attention import attention
@@ -59,10 +60,11 @@ def attend(
         rule = own_rule(layer, attention_mask, position_ids, borders)
     else:
         rule = said_rule(layer, attention_mask, position_ids, borders, ring, mask, length)
+    q, k, v = (x.transpose(1, 2) for x in _as_autocast(query, key, value))
     out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+        q,
+        k,
+        v,
         ring=ring,
         mask=rule,
         score=Score(scale=scaling, softcap=softcap, sinks=s_aux),
@@ -70,3 +72,11 @@ def attend(
     )
     assert isinstance(out, Tensor)
     return out, None
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As torch's own attention under autocast: rotary embeddings leave q and k in fp32 beside a v of 16 bits."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)

@@ -37,10 +37,10 @@ def local_inputs(
     group: the ranks that hold different tokens, as for `count_tokens`; None is the ring.
     dims: for each other name in the batch its sequence axis, or None where it has none.
 
-    Returns input_ids or inputs_embeds, position_ids, ring, mask and length; and with labels `labels` and `shift_labels`,
-    both this rank's part of what was shifted before it was cut, and num_items_in_batch, with which transformers' own loss
-    is averaged_over * sum of this rank's token losses / valid tokens of the whole `group`. Its mean over the ranks that
-    gradients are averaged over is the true loss. With accumulation pass num_items_in_batch anew, counted over the step.
+    Returns input_ids or inputs_embeds, position_ids, ring, mask and length. With labels also shift_labels, this rank's part
+    of what was shifted before it was cut; labels, which are all ignored; and num_items_in_batch, with which transformers'
+    own loss is averaged_over * sum of this rank's token losses / valid tokens of the whole `group`. Its mean over the ranks
+    that gradients are averaged over is the true loss. With accumulation pass num_items_in_batch anew, counted over the step.
 
     Errors: ValueError for what the batch lacks or says twice, for an undeclared name, and for a sequence so short that some
     rank gets no token: leave the ring out, and every rank has the whole.
@@ -73,7 +73,8 @@ def cut_batch(batch: Mapping[str, Any], ring: Ring, dims: Mapping[str, int | Non
         whole, ring, {name: axis for name, axis in axes.items() if name in {*whole, *(dims or {})}}, length=N
     )
     if "shift_labels" in part:
-        part["labels"] = part["shift_labels"]  # models ask for labels before they look for shift_labels
+        # Models ask for labels before they look at shift_labels. One that never looks must not shift a part: it gets none.
+        part["labels"] = torch.full_like(part["shift_labels"], -100)
     return {**part, "ring": ring, "mask": mask, "length": N}
 
 
