@@ -4,6 +4,7 @@ Runs with the transformers of .venv, and with the oldest supported one (test_tra
 """
 
 import copy
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,12 @@ def test_documents_may_be_told_by_cumulative_lengths():
         assert_alike(found, want)
     alone_with = alone(make("Llama", "ring"), **batch, **flash, position_ids=restarting(PACKED), use_cache=False)
     assert_alike(alone_with[2], expected[2])
+    # Borders alone, where positions go on: rotary embeddings know distances only.
+    assert_alike(alone(make("Llama", "ring"), **batch, **flash, use_cache=False)[2], expected[2])
+    with pytest.raises(ValueError, match="layer 0, LlamaAttention: cu_seq_lens_q ends at .22., the call has 9 queries"):
+        make("Llama", "ring")(tokens(1, 9), **flash)
+    with pytest.raises(ValueError, match="layer 0, LlamaAttention: cu_seq_lens_q beside ring="):
+        make("Llama", "ring")(ids, **flash, ring=rf.Ring())
     with pytest.raises(ValueError, match="position_ids and cu_seq_lens_q tell of different documents"):
         local_inputs({**batch, **flash, "position_ids": restarting([N])}, rf.Ring(), averaged_over=1)
 
@@ -307,8 +314,12 @@ def first_and_own(b, h, q, k):
 @pytest.mark.parametrize(
     ("function", "rule"), [(prefix, rf.Prefix(5)), (chunks, rf.Chunked(4) & rf.Causal())], ids=["prefix", "chunks"]
 )
-def test_any_mask_of_intervals_that_a_model_makes_is_honoured_without_a_ring(function, rule):
+@pytest.mark.parametrize("pairs_at_once", [40, 2**26], ids=["3 rows at a time", "at once"])
+def test_any_mask_of_intervals_that_a_model_makes_is_honoured_without_a_ring(
+    function, rule, pairs_at_once, monkeypatch
+):
     """R35, and chunks as Llama 4 has them, gradients included."""
+    monkeypatch.setattr(sys.modules[show.__module__], "PAIRS_AT_ONCE", pairs_at_once)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 13, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2, 4))
     want = dense_gradients(q=q.detach(), k=k.detach(), v=v.detach(), dout=dout.detach(), mask=rule, scale=0.5)
@@ -408,12 +419,23 @@ def test_a_mask_that_lets_a_causal_layer_see_later_tokens_is_refused(mask, error
         over_ring(make("Llama", "ring"), packed_batch(), 2, change=lambda inputs, ring: inputs.update(mask=mask))
 
 
-def test_layers_that_mix_tokens_without_attention_are_refused_over_a_ring():
-    hybrid = layer()
-    hybrid.config = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "layers of type linear_attention, which know nothing of",
+        ),
+        ({"is_encoder_decoder": True}, "of an encoder and decoder"),
+    ],
+    ids=["recurrent layers", "encoder and decoder"],
+)
+def test_models_that_are_more_than_layers_of_attention_are_refused_over_a_ring(config, message):
+    one = layer()
+    one.config = SimpleNamespace(**config)
     q, k, v = (torch.randn(1, heads, 8, 8) for heads in (4, 2, 2))
-    with pytest.raises(NotImplementedError, match="layers of type linear_attention, which know nothing of a ring"):
-        attend(hybrid, q, k, v, None, ring=rf.Ring(), position_ids=torch.arange(8)[None])
+    with pytest.raises(NotImplementedError, match=f"^layer 3, SimpleNamespace: .*{message}"):
+        attend(one, q, k, v, None, ring=rf.Ring(), position_ids=torch.arange(8)[None])
 
 
 def test_another_model_in_the_same_process_stays_as_it_is():
