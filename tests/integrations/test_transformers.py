@@ -4,13 +4,14 @@ Runs with the transformers of .venv, and with the oldest supported one (test_tra
 """
 
 import copy
+import inspect
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 import ringflash as rf
 from ringflash.integrations.transformers import check_model, local_inputs, register
@@ -284,10 +285,8 @@ def layer(**facts):
 
 def asked(function, S, **more):
     """What transformers asks a mask function, in the words of the version that is here."""
-    import transformers
-
-    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 6)
-    words = {"cache_position": torch.arange(S)} if old else {"q_length": S, "q_offset": 0, "device": "cpu"}
+    is_new = "q_length" in inspect.signature(transformers.AttentionMaskInterface()["sdpa"]).parameters
+    words = {"q_length": S, "q_offset": 0, "device": "cpu"} if is_new else {"cache_position": torch.arange(S)}
     return {
         "batch_size": 1,
         "kv_length": S,

@@ -65,7 +65,7 @@ class Shown:
 
         shown = AttentionMaskInterface()["sdpa"]
         asked = {**self.asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        # transformers before 5.6 names queries by their positions, later ones by a number and an offset.
+        # Older releases name queries by their positions, newer ones by a number and an offset.
         at = asked.pop("cache_position", None)
         number, offset = (asked.pop("q_length", None), asked.pop("q_offset", 0)) if at is None else (at.shape[0], 0)
         rows = max(1, PAIRS_AT_ONCE // max(1, asked["batch_size"] * asked["kv_length"]))
