@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 import ringflash as rf
 from ringflash.integrations.transformers import check_model, local_inputs, register
@@ -285,7 +285,9 @@ def layer(**facts):
 
 def asked(function, S, **more):
     """What transformers asks a mask function, in the words of the version that is here."""
-    is_new = "q_length" in inspect.signature(transformers.AttentionMaskInterface()["sdpa"]).parameters
+    from transformers import AttentionMaskInterface
+
+    is_new = "q_length" in inspect.signature(AttentionMaskInterface()["sdpa"]).parameters
     words = {"q_length": S, "q_offset": 0, "device": "cpu"} if is_new else {"cache_position": torch.arange(S)}
     return {
         "batch_size": 1,
