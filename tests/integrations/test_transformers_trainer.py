@@ -21,12 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OLDEST = dev.OTHER_TRANSFORMERS / dev.OLDEST_TRANSFORMERS
 
 
-def torchrun(folder, processes, *runs, first=()):
+def over_ring(folder, processes, *runs, first=()):
     """The results of tests/integrations/train_over_ring.py by run."""
-    launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]
     path = folder / "results.pt"
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "tests.integrations.train_over_ring", str(path), *runs],
+        [sys.executable, "-m", "tests.integrations.train_over_ring", str(path), str(processes), *runs],
         capture_output=True,
         text=True,
         timeout=240,
@@ -64,7 +63,7 @@ def test_a_ring_of_one_trains_like_transformers_alone():
 
 def test_a_ring_of_two_trains_and_evaluates_like_one_process(tmp_path):
     """R42, R61, R70, with accumulation; the last batch of evaluation is not full. Wherever tokens are counted."""
-    results = torchrun(tmp_path, 2, "2:2:across", "2:2:each")
+    results = over_ring(tmp_path, 2, "2:2:across", "2:2:each")
     check(results["2:2:across"])
     check(results["2:2:each"])
 
@@ -72,7 +71,7 @@ def test_a_ring_of_two_trains_and_evaluates_like_one_process(tmp_path):
 @pytest.mark.slow
 def test_a_ring_of_four_and_two_rings_of_two_train_and_evaluate_like_one_process(tmp_path):
     """R42, R70: beside data parallelism each ring reads batches of its own."""
-    results = torchrun(tmp_path, 4, "4:2:across", "2:1:across")
+    results = over_ring(tmp_path, 4, "4:2:across", "2:1:across")
     check(results["4:2:across"])
     check(results["2:1:across"])
 
@@ -81,7 +80,7 @@ def test_a_ring_of_four_and_two_rings_of_two_train_and_evaluate_like_one_process
 @pytest.mark.skipif(not OLDEST.exists(), reason="`dev.py test` brings the oldest transformers")
 def test_the_oldest_transformers_trains_and_evaluates_the_same(tmp_path):
     """R65. It rounds what it logs to four digits."""
-    check(torchrun(tmp_path, 2, "2:2:across", first=[OLDEST])["2:2:across"], tolerance=1e-4)
+    check(over_ring(tmp_path, 2, "2:2:across", first=[OLDEST])["2:2:across"], tolerance=1e-4)
 
 
 def trainer(tmp_path, *, settings=None, attention="ring", **more):
