@@ -19,7 +19,8 @@ Which Python runs a command, the first that fits:
 3. `.venv` with a torch of its own: pip's where there is an NVIDIA GPU, a CPU build where there is none.
 
 Tests compile kernels with more than one release of Triton. Those that `.venv` does not have lie in `.venv/other-triton`;
-they come with `test` and `setup`, on Linux machines without a GPU.
+they come with `test` and `setup`, on Linux machines without a GPU. The oldest transformers that we support lies in
+`.venv/other-transformers`, and comes with them.
 """
 
 from __future__ import annotations
@@ -58,6 +59,18 @@ CPU_TRITON = "3.6.0"
 # The releases that tests compile the Hopper kernels with: those that kernels/hopper/gluon.py knows.
 TRITONS = ("3.6.0", "3.8.0")
 OTHER_TRITON = ENV / "other-triton"  # a folder for each release that is not the one in .venv
+OTHER_TRANSFORMERS = ENV / "other-transformers"
+# What the oldest transformers that the adapter supports needs, where .venv has it too new or not at all.
+OLDEST_TRANSFORMERS = "4.53.0"
+ITS_NEEDS = (
+    "tokenizers==0.21.4",
+    "huggingface-hub==0.36.2",
+    "requests==2.34.2",
+    "urllib3==2.8.0",
+    "certifi>=2024",
+    "charset-normalizer>=3.4",
+    "idna>=3",
+)
 
 PIP = (str(ENV_PYTHON), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check")
 HOW_TO_BRING_A_TORCH = (
@@ -370,16 +383,28 @@ def bring_other_tritons(python: str) -> None:
         return
     here = ask(python, "import triton; print(triton.__version__)")
     for version in TRITONS:
-        folder = OTHER_TRITON / version
-        if release_of(version) == release_of(here) or folder.exists():
-            continue
-        target = ("--no-deps", "--target", str(folder), f"triton=={version}")
-        if not logged(f"installing triton {version}, which tests compile kernels with (250 MB)", *PIP, *target):
-            shutil.rmtree(folder, ignore_errors=True)
-            fail(
-                f"pip could not install triton {version} into {folder}.\n{log_tail()}\nThe whole log: {LOG}. Once that is "
-                f"mended, run this again; `{python} -m pytest -m 'not gpu'` runs the tests that do without"
-            )
+        if release_of(version) != release_of(here):
+            bring(OTHER_TRITON / version, "which tests compile kernels with (250 MB)", f"triton=={version}")
+
+
+def bring_oldest_transformers(python: str) -> None:
+    """Put it into a folder of its own; tests that find none are skipped. Not for a Python that is used as it is."""
+    if Path(python) == ENV_PYTHON:
+        texts = (f"transformers=={OLDEST_TRANSFORMERS}", *ITS_NEEDS)
+        bring(OTHER_TRANSFORMERS / OLDEST_TRANSFORMERS, "the oldest that tests run with (60 MB)", *texts)
+
+
+def bring(folder: Path, why: str, *texts: str) -> None:
+    """Install these, and nothing that they depend on, into a folder that is not there yet."""
+    if folder.exists():
+        return
+    what = texts[0].replace("==", " ")
+    if not logged(f"installing {what}, {why}", *PIP, "--no-deps", "--target", str(folder), *texts):
+        shutil.rmtree(folder, ignore_errors=True)
+        fail(
+            f"pip could not install {what} into {folder}.\n{log_tail()}\nThe whole log: {LOG}. Once that is "
+            f"mended, run this again; `{ENV_PYTHON} -m pytest -m 'not gpu'` runs the tests that do without"
+        )
 
 
 def release_of(version: str) -> str:
@@ -457,6 +482,7 @@ def test(arguments: list[str]) -> None:
     # Without GPUs in sight the kernels run under Triton's interpreter: the same verdict on every machine.
     python = python_for("test")
     bring_other_tritons(python)
+    bring_oldest_transformers(python)
     pytest = [python, "-m", "pytest", "-m", "not gpu", *(arguments or side_by_side(python))]
     become(pytest, CUDA_VISIBLE_DEVICES="", **unless_set(**SLEEPING_THREADS))
 
@@ -526,7 +552,9 @@ def docs(arguments: list[str]) -> None:
 def setup(arguments: list[str]) -> None:
     if arguments:
         fail(f"setup takes no arguments, got {' '.join(arguments)}")
-    bring_other_tritons(python_for("setup"))
+    python = python_for("setup")
+    bring_other_tritons(python)
+    bring_oldest_transformers(python)
 
 
 COMMANDS = {

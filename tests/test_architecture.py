@@ -370,8 +370,8 @@ def test_importing_probes_for_no_package():
     report(violations())
 
 
-# Names that users import: the package's, and the training helpers', which most programs never need.
-PUBLIC_PACKAGES = ("__init__.py", "training/__init__.py")
+# Names that users import: the package's, and those of training and of the adapters, which most programs never need.
+PUBLIC_PACKAGES = ("__init__.py", "training/__init__.py", "integrations/transformers/__init__.py")
 
 
 def test_only_public_packages_re_export():
@@ -472,7 +472,16 @@ def test_importing_ringflash_wakes_no_gpu_and_loads_no_optional_package():
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert not seen["asked"]
-    optional = {"triton", "matplotlib", "transformers", "flash_attn", "flash_attn_interface", "numpy", "tqdm"}
+    optional = {
+        "triton",
+        "matplotlib",
+        "transformers",
+        "accelerate",
+        "flash_attn",
+        "flash_attn_interface",
+        "numpy",
+        "tqdm",
+    }
     assert not optional & set(seen["new"])
     chosen_later = ("ringflash.kernels.triton.", "ringflash.kernels.hopper.", "ringflash.testing", "ringflash.cli")
     assert not [module for module in seen["ringflash"] if module.startswith(chosen_later)]

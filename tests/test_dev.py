@@ -235,6 +235,22 @@ def test_a_triton_that_cannot_be_installed_is_an_error_that_says_how_to_do_witho
     assert "-m pytest -m 'not gpu'` runs the tests that do without" in str(error.value)
 
 
+def test_the_tests_get_the_oldest_transformers_that_the_adapter_takes(env, machine, monkeypatch):
+    commands = machine()
+    monkeypatch.setattr(dev, "OTHER_TRANSFORMERS", env / "other-transformers")
+    folder = dev.OTHER_TRANSFORMERS / dev.OLDEST_TRANSFORMERS
+    dev.bring_oldest_transformers(sys.executable)  # a Python that is used as it is
+    dev.bring_oldest_transformers(str(dev.ENV_PYTHON))
+    folder.mkdir(parents=True)
+    dev.bring_oldest_transformers(str(dev.ENV_PYTHON))
+    assert len(commands.run) == 1
+    assert commands.run[0].startswith(f"--no-deps --target {folder} transformers=={dev.OLDEST_TRANSFORMERS} ")
+    adapter = (dev.ROOT / "ringflash/integrations/transformers/register.py").read_text(encoding="utf-8")
+    oldest = ".".join(re.search(r"^OLDEST = \((\d+), (\d+)\)", adapter, re.M).groups())
+    assert dev.release_of(dev.OLDEST_TRANSFORMERS) == oldest
+    assert f"transformers>={oldest},<6" in dev.dependency_lists()["transformers"]
+
+
 def test_a_python_without_venv_is_told_what_to_install(env, monkeypatch):
     monkeypatch.setattr(dev.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"apt install python3\.\d+-venv"):

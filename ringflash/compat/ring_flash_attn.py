@@ -282,7 +282,7 @@ def substitute_hf_flash_attn(*args: Any, **options: Any) -> NoReturn:
     """Not served: it changes functions of transformers for the whole process."""
     raise NotImplementedError(
         "substitute_hf_flash_attn changes transformers for all models of a process. Use "
-        "ringflash.integrations.transformers.register() and attn_implementation='ringflash'"
+        "ringflash.integrations.transformers.register() and attn_implementation='ring'"
     )
 
 

@@ -211,7 +211,7 @@ def llama3(**change):
             ValueError,
             r"kv has shape \(1, 8, 3, 2, 4\); must be \[batch, tokens, 2, heads, dim\]",
         ),
-        (lambda: compat.substitute_hf_flash_attn(None, 1), NotImplementedError, "attn_implementation='ringflash'"),
+        (lambda: compat.substitute_hf_flash_attn(None, 1), NotImplementedError, "attn_implementation='ring'"),
         (lambda: compat.update_ring_flash_attn_params(None), NotImplementedError, "Pass ring= and mask="),
     ],
 )  # fmt: skip
