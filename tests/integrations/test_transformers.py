@@ -96,6 +96,25 @@ def test_every_layout_gives_the_same(layout):
         assert_alike(found, want)
 
 
+def test_rows_of_a_batch_may_be_packed_differently():
+    ids, by_row = tokens(2, N), [PACKED, [10, 12]]
+    parts = [(ids[row : row + 1], lengths) for row, lengths in enumerate(by_row)]
+    batch = {
+        "input_ids": ids,
+        "labels": torch.cat([labels_of(*part) for part in parts]),
+        "position_ids": torch.cat([restarting(lengths) for lengths in by_row]),
+    }
+    expected = [eager(make("Mistral", "eager"), *part) for part in parts]
+    weights = [(N - len(lengths)) / sum(N - len(lengths) for lengths in by_row) for lengths in by_row]
+    want = {
+        name: sum(w * grads[name] for w, (_, _, grads) in zip(weights, expected, strict=True))
+        for name in expected[0][2]
+    }
+    for logits, _, grads in (alone(make("Mistral", "ring"), **batch), over_ring(make("Mistral", "ring"), batch, 3)):
+        assert_alike(logits, torch.cat([one[0] for one in expected]))
+        assert_alike(grads, want)
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.05, 1.0])
 def test_the_scale_of_a_layer_is_kept(scale):
     """R10: 0 is a scale."""

@@ -25,8 +25,8 @@ class RingTraining:
         data parallelism as ever: per_device_train_batch_size is then that of a ring.
 
     Every rank of a ring reads the same batches, and takes its part of each when the loss is computed. Losses that are
-    logged and evaluated, and gradients, are those of one process: `local_loss` is ring.ranks times transformers' own, whose
-    denominator counts the whole batch once for every rank of the ring.
+    logged and evaluated, and gradients, are those of one process: backward starts from ring.ranks times transformers' own
+    loss, whose denominator counts the whole batch once for every rank of the ring.
 
     Errors: ValueError and NotImplementedError, on creation, for a model whose layers do not get the ring (`check_model`),
     processes that the ring does not divide, and for what would look at a part of the sequence as if it were all:
