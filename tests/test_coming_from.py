@@ -7,6 +7,7 @@ import torch
 
 import ringflash as rf
 from ringflash.ring import Ring
+from ringflash.testing.oracle import dense_gradients
 from tests.rings import in_process
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from.md"
@@ -45,9 +46,18 @@ def results_of(ring):
     return results
 
 
+PACKED = rf.Documents([24, 40], causal=True)
+MASKS = {"ring-flash-attention": PACKED, "TransformerEngine": PACKED}  # and the others are causal
+
+
 def test_new_lines_give_the_same_alone_and_on_a_ring():
     alone = results_of(Ring())
     assert set(alone) == set(RESULTS)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 64, heads, 16, generator=generator) for heads in (8, 2, 2)]
+    for title, result in alone.items():
+        expected = dense_gradients(*whole, MASKS.get(title, rf.Causal()), torch.ones(1, 64, 8, 16))["out"]
+        torch.testing.assert_close(result.double(), expected.double(), rtol=0, atol=2e-5)
     for results in in_process(2, rf.Zigzag(), results_of):
         for title, expected in alone.items():
             torch.testing.assert_close(results[title], expected, rtol=0, atol=2e-6)
