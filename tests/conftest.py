@@ -49,6 +49,17 @@ def _no_cached_memory():
     torch.cuda.empty_cache()
 
 
+@pytest.fixture(scope="module")
+def own_workers():
+    """Makes processes for this module alone, `own_workers(4)`: where only some ranks make a group, as flattening a mesh of some
+    does, the next one that all make waits for ever, because torch names a group by how many a process has made.
+    """
+    made = {}
+    yield lambda size: made.setdefault(size, Workers(size))
+    for workers in made.values():
+        workers.stop()
+
+
 @pytest.fixture(scope="session")
 def workers():
     """Eight gloo processes; tests use sub-groups of them, so that group rank and global rank differ."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringflash.schedule.mask import Causal, Full, Mask, Window
+from ringflash.schedule.traced import carried
 
 # Looked at together: 64 MiB of one byte each.
 PAIRS_AT_ONCE = 2**26
@@ -151,6 +152,7 @@ def as_mask(ends: Ends, keys: int) -> Mask:
     return Intervals(lo, hi, keys - lo.shape[-1])
 
 
+@carried()
 @dataclass(frozen=True, eq=False)
 class Intervals(Mask):
     """Intervals as they were read, of one forward.
