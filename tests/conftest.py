@@ -51,8 +51,8 @@ def _no_cached_memory():
 
 @pytest.fixture(scope="module")
 def own_workers():
-    """Makes processes for this module alone, `own_workers(4)`. Where only some ranks make a group, as flattening a mesh of some
-    does, the next one that all make waits for ever: torch names a group by how many a process has made.
+    """Makes processes for this module alone, `own_workers(4)`. Where only some ranks make a group, as flattening a mesh of
+    some does, the next one that all make waits for ever: torch names a group by how many a process has made.
     """
     made = {}
     yield lambda size: made.setdefault(size, Workers(size))

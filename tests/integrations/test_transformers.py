@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 import ringflash as rf
 from ringflash.integrations.transformers import check_model, local_inputs, register
 from ringflash.integrations.transformers.attend import attend
@@ -512,6 +514,14 @@ def test_generation_over_a_ring_is_refused():
 def test_a_static_cache_is_refused_with_what_to_do():
     with pytest.raises(NotImplementedError, match="static caches.*Leave cache_implementation out"):
         make("Llama", "ring").eval().generate(tokens(1, 7), max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused():
+    register()
+    config = AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ring")
+    with pytest.raises(NotImplementedError, match="the model's attention is its own and asks no registry"):
+        model(input_ids=tokens(1, 7))
 
 
 @pytest.mark.parametrize("S", [3, 5])

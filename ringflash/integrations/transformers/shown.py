@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ class Shown:
             "attn_implementation='ring': masks are made ahead of the model, as for static caches; must be made in it. Leave "
             "cache_implementation out, or use attn_implementation='eager' to generate"
         )
+
+    def _is_no_tensor(self, *_: Any) -> NoReturn:
+        """Models whose attention is their own, such as Bloom, add the mask to their scores, or cut it."""
+        raise NotImplementedError(
+            "attn_implementation='ring': the model's attention is its own and asks no registry, so no other can serve it; "
+            "use attn_implementation='eager'"
+        )
+
+    __add__ = __radd__ = __getitem__ = __mul__ = __rmul__ = _is_no_tensor
 
     @property
     def local_size(self) -> int | None:
