@@ -9,8 +9,9 @@ same GPUs. A step is forward, backward and optimizer, of as many tokens per GPU 
 checkpointed where `recomputed` says so, with keep_attention for ours. The arms' losses are compared, then their steps
 timed in turn; a time is the longest of any GPU, and the median of the rounds counts. Model TFLOP/s per GPU: (6 N + 6 L H
 S) per token, N weights without the embedding, L layers, H hidden, S tokens of a sequence, of which a query sees half;
-recomputation does not count. Peak is torch's, in GiB, of any GPU. --longest doubles the length, every layer checkpointed,
-until a step of one sequence does not fit; each try in processes of its own.
+recomputation does not count. Peak is torch's, in GiB, of any GPU, without what `symmetric` holds outside of torch's
+allocator (docs/design.md has the formula). --longest finds how long one sequence fits, to an eighth, every layer
+checkpointed; each try in processes of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +47,7 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 TOKENS_PER_GPU = 32768
 RECOMPUTED_FROM = 65536  # tokens per GPU
 TOLERANCE = 5e-3  # of a loss, relative
-OUT_OF_MEMORY = 77  # exit status
+NO_ROOM = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -289,11 +291,10 @@ def work(arguments: argparse.Namespace) -> None:
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     run = Run.made(Size(), ranks)
     if arguments.trying:
-        try:
-            say(f"{arguments.trying} tokens: peak {fits(run, arguments.trying, ranks):.1f} GiB")
-        except torch.OutOfMemoryError:
-            os._exit(OUT_OF_MEMORY)  # others may be waiting for this rank: torchrun ends them
-        sys.exit()
+        peak = fits(run, arguments.trying, ranks)
+        if rank == 0:
+            arguments.verdict.write_text(f"{peak:.1f} GiB")
+        return
     rows = []
     for length in arguments.lengths:
         row = measure(run, length, arguments.rounds, ranks)
@@ -314,13 +315,36 @@ def launched(gpus: int, *arguments: str) -> int:
 
 
 def longest(gpus: int) -> None:
-    """Double the length until it does not fit."""
-    length = 131072
-    while launched(gpus, "--trying", str(length)) == 0:
-        length *= 2
-    print(
-        f"{gpus} GPUs: {length // 2} tokens fit, {length} do not" if length > 131072 else f"{length} tokens do not fit"
-    )
+    """How long a sequence fits, to an eighth of it; each try in processes of its own, for one rank may run out alone."""
+
+    def fitting(length: int) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = Path(folder) / "verdict"
+            status = launched(gpus, "--trying", str(length), "--verdict", str(verdict))
+            found = verdict.read_text() if verdict.exists() else ""
+        if found == NO_ROOM or status == 0:
+            print(f"{gpus} GPUs, {length} tokens: {found}", flush=True)
+            return status == 0
+        sys.exit(f"{length} tokens: ended with status {status}, and not for want of memory")
+
+    print(f"{gpus} GPUs: {search(fitting, 131072)} tokens fit")
+
+
+def search(fitting: Callable[[int], bool], start: int) -> int:
+    """The longest length that was seen to fit, to an eighth: by doubling or halving, then in between."""
+    length = start
+    if fitting(length):
+        while fitting(2 * length):
+            length *= 2
+    else:
+        while not fitting(length // 2):
+            length //= 2
+        length //= 2
+    step = length // 2
+    for _ in range(3):
+        length += step if fitting(length + step) else 0
+        step //= 2
+    return length
 
 
 def main() -> None:
@@ -330,10 +354,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--longest", action="store_true", help="how long a sequence fits, instead of times")
     parser.add_argument("--trying", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--verdict", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for the results; default benchmarks/results")
     arguments = parser.parse_args()
     if "LOCAL_RANK" in os.environ:
-        work(arguments)
+        try:
+            work(arguments)
+        except torch.OutOfMemoryError:
+            if arguments.verdict is None:
+                raise
+            arguments.verdict.write_text(NO_ROOM)
+            os._exit(1)  # others may be waiting for this rank: torchrun ends them
         return
     gpus = arguments.gpus or torch.cuda.device_count()
     if arguments.longest:

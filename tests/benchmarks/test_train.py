@@ -98,6 +98,22 @@ def test_arms_whose_losses_differ_are_not_timed():
         train.measure(run, LENGTH, 2, 1)
 
 
+@pytest.mark.parametrize("most", [3_000, 70_000, 131_072, 200_000, 1_000_000])
+def test_the_longest_length_is_found_to_an_eighth(most):
+    tried = []
+    found = loaded().search(lambda length: tried.append(length) or length <= most, 131_072)
+    assert found <= most < found * (1 + 1 / 8) + 1
+    assert len(tried) <= 12
+
+
+def test_a_failure_is_not_taken_for_want_of_memory(monkeypatch, capsys):
+    train = loaded()
+    monkeypatch.setattr(train, "launched", lambda gpus, *arguments: 1)
+    with pytest.raises(SystemExit, match="ended with status 1, and not for want of memory"):
+        train.longest(2)
+    assert "fit" not in capsys.readouterr().out
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     yield
