@@ -337,7 +337,7 @@ def search(fitting: Callable[[int], bool], start: int) -> int:
         while fitting(2 * length):
             length *= 2
     else:
-        while not fitting(length // 2):
+        while length > 1024 and not fitting(length // 2):
             length //= 2
         length //= 2
     step = length // 2
