@@ -28,7 +28,7 @@ from measure import Row, write
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.cli.timing import matmul_tflops
+from ringflash.cli.timing import in_turn, matmul_tflops
 from ringflash.schedule.plan import plan
 
 HEAD_DIM = 128
@@ -225,8 +225,7 @@ def measure(case: Case, rings: dict[str, rf.Ring], rounds: int, only: list[str] 
     times: dict[tuple[str, bool], list[float]] = {}
     order = list(found.items())
     for i in range(rounds + 1):
-        # Each takes each place: who follows a long one finds the GPUs warm, and slower.
-        for name, candidate in order[i % len(order) :] + order[: i % len(order)]:
+        for name, candidate in in_turn(order, i):
             with candidate() as call:
                 if "context" in name:
                     call(True)  # its buffers are new

@@ -40,7 +40,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
-from ringflash.cli.timing import matmul_tflops
+from ringflash.cli.timing import in_turn, matmul_tflops
 from ringflash.training import keep_attention, linear_cross_entropy
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -252,7 +252,7 @@ def measure(run: Run, length: int, rounds: int, ranks: int) -> Row:
             raise ValueError(f"losses differ: {losses} ({name})")
     times: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in found}
     for i in range(rounds + 1):
-        for arm in found[i % len(found) :] + found[: i % len(found)]:
+        for arm in in_turn(found, i):
             result = step_s(run, arm, batch, recomputed)
             if i:  # in the first one kernels are compiled
                 times[arm.name].append(result)

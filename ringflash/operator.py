@@ -16,9 +16,9 @@ from torch import Tensor
 from ringflash.kernels.partial import accumulate_dtype, row_statistic
 from ringflash.kernels.score import Score
 from ringflash.kernels.table import Cell, KernelTable
-from ringflash.parallel.function import Route, Work, attend, gradients, last_stride_one
+from ringflash.parallel.function import Route, attend, gradients, last_stride_one
 from ringflash.parallel.inprocess import Alone
-from ringflash.resolved import check_tensors, prepared
+from ringflash.resolved import check_tensors, one_score, prepared, resolved
 from ringflash.ring import Ring
 from ringflash.schedule.mask import Full, Mask, Union
 from ringflash.schedule.traced import CAN_TRACE, Traced, constant
@@ -59,9 +59,7 @@ def as_operator(
             f"attention: torch {torch.__version__} has no operators that take a Ring and a Mask; call attention in a "
             "function under torch.compiler.disable"
         )
-    if scale is not None and score is not None:
-        raise ValueError(f"attention: scale = {scale} and score = {score}; give one, Score(scale=...) holds both")
-    mask, score = Full() if mask is None else mask, Score(scale=scale) if score is None else score
+    mask, score = Full() if mask is None else mask, one_score("attention", scale, score)
     # A tracer's stand-in for a table is no KernelTable.
     table, name = (NO_TABLE, backend) if backend is None or isinstance(backend, str) else (backend, None)
     return _attention(
@@ -71,7 +69,7 @@ def as_operator(
     )  # fmt: skip
 
 
-def _work(
+def _meaning(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -87,14 +85,14 @@ def _work(
     alibi: Sequence[float] | None,
     dropout: float,
     seed: int | None,
-) -> Work:
+) -> tuple[Any, ...]:
+    """The arguments of `prepared` and `resolved`."""
     check_tensors(q, k, v)
     score = Score(scale, softcap, None if alibi is None else tuple(alibi), sinks, dropout, seed)
     backend = settings.backend if table is NO_TABLE else table
     switches = (settings.deterministic, settings.route, settings.return_lse, settings.is_trained)
-    return prepared(
-        q, k, v, None if ring is NO_RING else ring, (mask, None, score, length, query_length, backend, *switches)
-    )
+    said = (mask, None, score, length, query_length, backend, *switches)
+    return q, k, v, None if ring is NO_RING else ring, said
 
 
 @torch.library.custom_op("ringflash::attention", mutates_args=())
@@ -116,7 +114,7 @@ def _attention(
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
     numbers = (length, query_length, scale, softcap, alibi, dropout, seed)
-    work = _work(q, k, v, sinks, ring, mask, table, settings, *numbers)
+    work = prepared(*_meaning(q, k, v, sinks, ring, mask, table, settings, *numbers))
     q, k, v = (last_stride_one(x) for x in (q, k, v))
     out, lse = attend(q, k, v, sinks, work)
     return out.contiguous(), lse
@@ -150,7 +148,8 @@ def _backward(
     seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     numbers = (length, query_length, scale, softcap, alibi, dropout, seed)
-    work = _work(q, k, v, sinks, ring, mask, table, settings, *numbers)
+    # What forward has found, and its ranks agreed on.
+    work, _ = resolved(*_meaning(q, k, v, sinks, ring, mask, table, settings, *numbers))
     q, k, v = (last_stride_one(x) for x in (q, k, v))
     found = gradients((q, k, v, sinks), out, lse, dout, dlse, work)
     inputs = (q, k, v, q.new_empty(0) if sinks is None else sinks)

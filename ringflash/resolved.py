@@ -34,14 +34,14 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, settings: tuple
 
     settings: mask, scale, score, length, query_length, backend, deterministic, route, return_lse, is_trained.
     """
-    work, facts = _resolved(q, k, v, ring, settings)
+    work, facts = resolved(q, k, v, ring, settings)
     before = kept()
     if ring is not None and (before is None or not before.is_again):
         ring.agree("attention", facts)
     return work
 
 
-def _resolved(
+def resolved(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, settings: tuple[Any, ...]
 ) -> tuple[Work, dict[str, object]]:
     """All that follows from shapes and settings, found once for each kind of call; of scores with tensors, every time.
@@ -88,7 +88,7 @@ def _resolve(
     if not isinstance(return_lse, bool):
         raise TypeError(f"attention: return_lse is {type(return_lse).__name__}; must be True or False")
     mask = Full() if mask is None else mask
-    score = (Score(scale=scale) if score is None else score).resolve(q.shape[-1])
+    score = one_score("attention", scale, score).resolve(q.shape[-1])
     score.check(q)
     plans = _plans(q, k, ring, mask, length, query_length)
     call = _call(q, k, v, plans, score, deterministic, return_lse, is_trained)
@@ -120,6 +120,15 @@ def check_transforms(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
+def one_score(caller: str, scale: object, score: object) -> Score:
+    """What `scale` or `score` say, of which one may be given."""
+    if scale is not None and score is not None:
+        raise ValueError(f"{caller}: scale = {scale} and score = {score}; give one, Score(scale=...) holds both")
+    if score is not None and not isinstance(score, Score):
+        raise TypeError(f"{caller}: score is {type(score).__name__}; must be a Score or None")
+    return Score(scale=cast(Any, scale)) if score is None else score
+
+
 def check_settings(
     caller: str,
     ring: object,
@@ -135,11 +144,7 @@ def check_settings(
         raise TypeError(f"{caller}: mask is {type(mask).__name__}; must be a Mask such as Causal(). {_MASK_HINT}")
     if ring is not None and not isinstance(ring, Ring):
         raise TypeError(f"{caller}: ring is {type(ring).__name__}; must be a Ring or None")
-    if scale is not None and score is not None:
-        raise ValueError(f"{caller}: scale = {scale} and score = {score}; give one, Score(scale=...) holds both")
-    if score is not None and not isinstance(score, Score):
-        raise TypeError(f"{caller}: score is {type(score).__name__}; must be a Score or None")
-    Score(scale=cast(Any, scale))
+    one_score(caller, scale, score)
     check_backend(backend)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"{caller}: deterministic is {type(deterministic).__name__}; must be True, False or None")

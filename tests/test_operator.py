@@ -1,5 +1,6 @@
 """attention() as one operator: R72 (torch.compile), R44 in compiled code, modes that watch operators."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 
@@ -15,7 +16,7 @@ from ringflash import operator, resolved
 from ringflash.kernels.table import Cell
 from ringflash.parallel import function
 from ringflash.training import keep_attention
-from tests.rings import on_workers
+from tests.rings import in_process, on_workers
 
 OPERATOR = torch.ops.ringflash.attention.default
 
@@ -79,6 +80,26 @@ def test_R72_a_compiled_network_is_one_graph_with_the_same_numbers(workers):
     """Each new length compiles at most once, and from the third on nothing."""
     for graphs in on_workers(workers, 2, rf.Zigzag(), compiled_and_not, [12, 12, 20, 28, 36], timeout_s=150):
         assert graphs == [1, 1, 2, 2, 2]
+
+
+def exchanges_of_a_step(ring):
+    """Of the ranks' comparisons, of a step without and with the operator."""
+    counted, real = [], ring.transport.all_gather_object
+    ring.transport.all_gather_object = lambda value: counted.append(value) or real(value)
+    watched = rf.Ring(transport=ring.transport, check="always")
+    q = ring.shard(drawn(12)).unflatten(-1, (2, 8)).requires_grad_()
+    found = []
+    for mode in (nullcontext(), Watching()):
+        counted.clear()
+        with mode:
+            rf.attention(q, q, q, ring=watched, mask=rf.Causal()).sum().backward()
+        found.append(len(counted))
+    return found
+
+
+def test_ranks_compare_a_call_once_with_the_operator_too():
+    """Backward finds what forward has compared."""
+    assert in_process(2, rf.Zigzag(), exchanges_of_a_step) == [[1, 1], [1, 1]]
 
 
 def graphs_of(function, calls, parameters=()):

@@ -1,13 +1,10 @@
 """The README's code runs as printed: alone, and unchanged under torchrun, with the same result."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.scripts import ROOT, launched, output_of
 
 
 @pytest.fixture(scope="module")
@@ -19,26 +16,16 @@ def snippet(tmp_path_factory):
     return path
 
 
-def run(*command):
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment()
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def lines_of(printed):
     # Processes share the pipe, and a line of one may begin in the middle of another's.
-    return sorted(part.strip() for part in re.findall(r"rank(?:(?!rank)[^\n])*", done.stdout))
-
-
-def environment():
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return sorted(part.strip() for part in re.findall(r"rank(?:(?!rank)[^\n])*", printed))
 
 
 def test_the_first_code_of_the_readme_is_short_and_runs_alone_and_on_two_processes(snippet):
     lines = [line for line in snippet.read_text().splitlines() if line.strip()]
     assert len(lines) <= 12
-    (alone,) = run(str(snippet))
-    two = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(snippet))
+    (alone,) = lines_of(output_of(str(snippet)))
+    two = lines_of(launched(2, str(snippet)))
     assert [line.split(":")[0] for line in [alone, *two]] == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
     norms = {float(line.split()[-1]) for line in [alone, *two]}
     assert max(norms) - min(norms) <= 1e-5 * max(norms)
@@ -49,8 +36,8 @@ def test_the_packed_batch_of_the_readme_runs_alone_and_on_three_processes(tmp_pa
     _, packed = re.findall(r"```python\n(.*?)```", text, re.S)
     path = tmp_path / "packed.py"
     path.write_text(packed.replace("print(", 'print("rank", '))
-    (alone,) = run(str(path))
-    three = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(path))
+    (alone,) = lines_of(output_of(str(path)))
+    three = lines_of(launched(3, str(path)))
     assert alone.startswith("rank torch.Size([1, 1000, 1, 100])") and len(three) == 3
 
 

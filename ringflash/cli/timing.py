@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,14 @@ class Timing:
         return flops / self.median_ms / 1e9
 
 
+def in_turn(candidates: list[T], round: int) -> list[T]:
+    """The order of a round, so that each takes each place: whoever follows a long rest, or a slow neighbour, finds the GPU
+    at another clock.
+    """
+    first = round % len(candidates)
+    return candidates[first:] + candidates[:first]
+
+
 def interleaved(
     candidates: dict[str, Callable[[], Any]], rounds: int = 15, warmup: int = 3, *, head_start_ms: float = 0.0
 ) -> dict[str, Timing]:
@@ -42,8 +52,7 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates.items())
     for i in range(rounds):
-        # Each takes each place: whoever follows a long rest, or a slow neighbour, finds the GPU at another clock.
-        for name, run in order[i % len(order) :] + order[: i % len(order)]:
+        for name, run in in_turn(order, i):
             times[name].append(time_ms(run, head_start_ms))
     return {name: Timing.of(values) for name, values in times.items()}
 

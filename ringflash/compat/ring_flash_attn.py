@@ -34,7 +34,7 @@ from ringflash.ring import ring_of_group
 from ringflash.schedule.cut import Cut
 from ringflash.schedule.documents import Documents
 from ringflash.schedule.integers import integer, integers
-from ringflash.schedule.layout import Contiguous, Layout, Striped, Zigzag, border
+from ringflash.schedule.layout import Contiguous, Layout, Striped, Zigzag, blocks, mirrored, starts_by_document
 from ringflash.schedule.mask import Causal, Full, Mask, Window
 
 Result = Any  # out, or (out, lse, None)
@@ -56,12 +56,9 @@ class PerDocument(Layout):
         return sum(self.lengths)
 
     def cut(self, length: int, ranks: int) -> Cut:
-        pieces = 2 * ranks if self.is_zigzag else ranks
-        piece, lengths = torch.arange(pieces), torch.tensor(self.lengths, dtype=torch.int64)[:, None]
-        start = (lengths.cumsum(0) - lengths + border(lengths, piece, pieces)).flatten()
-        owner = torch.minimum(piece, piece.flip(0)) if self.is_zigzag else piece
-        is_filled = torch.diff(start, append=start.new_full((1,), length)) > 0
-        return Cut(start[is_filled].int(), owner.repeat(len(self.lengths))[is_filled], length, ranks)
+        owner = mirrored(ranks) if self.is_zigzag else torch.arange(ranks)
+        starts = starts_by_document(self.lengths, owner.shape[0])
+        return blocks(starts.flatten(), owner.repeat(len(self.lengths)), length, ranks)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,20 @@ def border(length: Any, piece: Any, pieces: int) -> Any:
     return piece * length // pieces
 
 
-def _blocks(start: Tensor, owner: Tensor, length: int, ranks: int) -> Cut:
+def starts_by_document(lengths: tuple[int, ...], pieces: int) -> Tensor:
+    """Where each of so many pieces of every document starts, int64 [documents, pieces]."""
+    of_each = torch.tensor(lengths, dtype=torch.int64)[:, None]
+    starts: Tensor = of_each.cumsum(0) - of_each + border(of_each, torch.arange(pieces), pieces)
+    return starts
+
+
+def mirrored(ranks: int) -> Tensor:
+    """The rank of each of 2 P pieces, int64: r holds pieces r and 2 P - 1 - r."""
+    piece = torch.arange(2 * ranks)
+    return torch.minimum(piece, piece.flip(0))
+
+
+def blocks(start: Tensor, owner: Tensor, length: int, ranks: int) -> Cut:
     """A Cut of blocks in order, of which some may be empty."""
     is_filled = torch.diff(start, append=start.new_full((1,), length)) > 0
     return Cut(start[is_filled].int(), owner[is_filled], length, ranks)
@@ -92,7 +105,7 @@ class Contiguous(Layout):
 
     def cut(self, length: int, ranks: int) -> Cut:
         piece = torch.arange(ranks)
-        return _blocks(border(length, piece, ranks), piece, length, ranks)
+        return blocks(border(length, piece, ranks), piece, length, ranks)
 
 
 @dataclass(frozen=True)
@@ -104,8 +117,7 @@ class Zigzag(Layout):
     """
 
     def cut(self, length: int, ranks: int) -> Cut:
-        piece = torch.arange(2 * ranks)
-        return _blocks(border(length, piece, 2 * ranks), torch.minimum(piece, piece.flip(0)), length, ranks)
+        return blocks(border(length, torch.arange(2 * ranks), 2 * ranks), mirrored(ranks), length, ranks)
 
 
 @dataclass(frozen=True)
@@ -143,12 +155,9 @@ class DocumentZigzag(Layout):
         return sum(self.lengths)
 
     def cut(self, length: int, ranks: int) -> Cut:
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)[:, None]  # [documents, 1]
-        piece = torch.arange(2 * ranks)
-        start = lengths.cumsum(0) - lengths + border(lengths, piece, 2 * ranks)  # [documents, 2 P]
         # Rounding favours the ranks of the last pieces: each document deals its pieces from another rank on.
-        dealt = (torch.minimum(piece, piece.flip(0)) + torch.arange(len(self.lengths))[:, None]) % ranks
-        return _blocks(start.flatten(), dealt.flatten(), length, ranks)
+        dealt = (mirrored(ranks) + torch.arange(len(self.lengths))[:, None]) % ranks
+        return blocks(starts_by_document(self.lengths, 2 * ranks).flatten(), dealt.flatten(), length, ranks)
 
 
 # Blocks of one rank: with 32 the last one moves its load by 3 % of the mean, and choosing it well leaves far less.
@@ -193,7 +202,7 @@ class Balanced(Layout):
             # Where few rows do all the work, blocks of them are few as well: cut finer.
             per_rank *= 4
             if spread <= WELL_BALANCED or length // (per_rank * ranks) < FINEST_BLOCK:
-                return _blocks(starts[:-1], owner, length, ranks)
+                return blocks(starts[:-1], owner, length, ranks)
 
 
 def _dealt(work: Tensor, ranks: int) -> tuple[Tensor, float]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 import dev
+from tests.scripts import launched, output_of
 
 DOCS = dev.ROOT / "docs"
 # Shorter templates, such as f"{name} {value}", match anything.
@@ -24,19 +22,12 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
-def run(*command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(dev.ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_code_of_the_first_page_runs_alone_and_on_three_processes(tmp_path):
     path = tmp_path / "ring.py"
     path.write_text("".join(blocks("index.md", "python")))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=3")
     said = re.findall(
-        r"rank (\d) of (\d) holds (\d+) tokens: differs by (\d)e([-+]\d+)", run(str(path)) + run(*launcher, str(path))
+        r"rank (\d) of (\d) holds (\d+) tokens: differs by (\d)e([-+]\d+)",
+        output_of(str(path)) + launched(3, str(path)),
     )
     alone, *three = sorted(said, key=lambda line: line[1])
     assert alone[:4] == ("0", "1", "1000", "0") and {line[:2] for line in three} == {(str(r), "3") for r in range(3)}

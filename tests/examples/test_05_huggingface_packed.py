@@ -1,18 +1,15 @@
 """examples/05_huggingface_packed.py: what it prints alone and on two processes is what it says."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.scripts import ROOT, launched
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/05_huggingface_packed.py"
 
 
@@ -25,20 +22,12 @@ def losses(text):
 def test_it_prints_the_same_losses_alone_and_on_two_processes(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     alone = capsys.readouterr().out
-    launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
-    assert done.returncode == 0, done.stderr
+    together = launched(2, str(EXAMPLE), timeout_s=240)
     assert alone.startswith("1 process: 64 tokens of a batch on each\n")
-    assert "2 processes: 32 tokens of a batch on each\n" in done.stdout
+    assert "2 processes: 32 tokens of a batch on each\n" in together
     said = losses(EXAMPLE.read_text(encoding="utf-8"))
     assert len(said) == 7
-    assert losses(alone) == pytest.approx(losses(done.stdout), rel=1e-3)
+    assert losses(alone) == pytest.approx(losses(together), rel=1e-3)
     # Another torch may round otherwise, which sixty steps make larger.
     assert losses(alone) == pytest.approx(said, rel=0.02)
 

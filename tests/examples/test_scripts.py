@@ -1,46 +1,38 @@
 """The short examples print what they say that they print, alone and under torchrun."""
 
 import difflib
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.scripts import ROOT, launched, output_of
+
+EXAMPLES = ROOT / "examples"
 OTHER = "05_huggingface_packed.py"  # which has a test of its own
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("0*.py") if path.name != OTHER)
 # Two processes of these do other work.
 ALONE = ["01_one_gpu.py", "04_fsdp2_plain.py"]
 
 
-def printed_by(*command):
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, cwd=EXAMPLES.parent,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+def lines_of(printed):
+    return [line.strip() for line in printed.splitlines() if line.strip()]
 
 
 def promised_by(script):
     """The indented lines of the docstring after the sentence that ends in "prints" ... ":"."""
     docstring = re.match(r'"""(.*?)"""', (EXAMPLES / script).read_text(encoding="utf-8"), re.S).group(1)
     block = re.search(r"\bprints\b[^\n]*:\n\n((?: {4}.*\n?|\n)+)", docstring).group(1)
-    return [line.strip() for line in block.splitlines() if line.strip()]
+    return lines_of(block)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_alone_it_prints_what_it_says(script):
-    assert printed_by(f"examples/{script}") == promised_by(script)
+    assert lines_of(output_of(f"examples/{script}")) == promised_by(script)
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ALONE])
 def test_two_processes_print_the_same(script):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert printed_by(*launcher, f"examples/{script}") == promised_by(script)
+    assert lines_of(launched(2, f"examples/{script}")) == promised_by(script)
 
 
 def test_five_changed_lines_make_the_plain_fsdp2_script_context_parallel():

@@ -1,9 +1,6 @@
 """R56: who holds a process group after it was destroyed makes the end of the process abort, now and then."""
 
-import subprocess
-import sys
-
-import pytest
+from tests.scripts import output_of
 
 SCRIPT = """
 import gc, sys, weakref
@@ -27,12 +24,6 @@ except RuntimeError as error:
 """
 
 
-@pytest.fixture(scope="module")
-def printed():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_R56_rings_hold_no_group_that_was_destroyed(printed):
+def test_R56_rings_hold_no_group_that_was_destroyed():
+    printed = output_of("-c", SCRIPT)
     assert printed == "Ring: its process group was destroyed; make a new Ring, of a group that is there\n"

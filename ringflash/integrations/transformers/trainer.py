@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ringflash.integrations.transformers.inputs import cut_batch
 from ringflash.integrations.transformers.proof import check_model
 from ringflash.ring import Ring
-from ringflash.training.loss import sum_over_ranks
+from ringflash.training.loss import count_tokens, sum_over_ranks
 
 
 class RingTraining:
@@ -65,8 +65,7 @@ class RingTraining:
         if "shift_labels" not in part:
             raise ValueError(f"RingTraining: the batch has {', '.join(inputs)}; must have labels or shift_labels")
         if num_items_in_batch is None:  # transformers before 5 counts no tokens in evaluation
-            labels = part["shift_labels"]
-            count = sum_over_ranks((labels != -100).sum(), (self.ring.transport,))
+            count = count_tokens(part["shift_labels"], self.ring, averaged_over=1).count
             outputs = model(**part, num_items_in_batch=count)
             loss = outputs["loss"]
         else:
