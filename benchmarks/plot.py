@@ -2,9 +2,11 @@
 
     python3 benchmarks/plot.py kernels RESULT.json [RESULT.json ...] [--out DIR]
     python3 benchmarks/plot.py ring RESULT.json [RESULT.json ...] [--out DIR]
+    python3 benchmarks/plot.py train RESULT.json [RESULT.json ...] [--out DIR]
 
 Kernels, per head dim and heads: bars, one group per length, and lines over length; directions by masks in each picture.
 Rings: the efficiency of each way over the length of a causal sequence, by heads, forward and with backward.
+Training: model TFLOP/s per GPU of each way to attend over the length, and the peak of memory; a picture per file.
 """
 
 from __future__ import annotations
@@ -126,11 +128,50 @@ def ring(paths: list[Path], out: Path) -> list[Path]:
     return [path]
 
 
+TRAIN_COLORS = {
+    "ringflash": "#d62728", "torch": "#7f7f7f", "torch cudnn": "#2ca02c", "torch context parallel": "#2ca02c",
+}  # fmt: skip
+
+
+def train(paths: list[Path], out: Path) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for path in paths:
+        meta, rows = read([path])
+        rows = sorted(rows, key=lambda row: row["tokens"])
+        names = [name for name in TRAIN_COLORS if any(name in row["tflops"] for row in rows)]
+        figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+        panels = (
+            ("model TFLOP/s per GPU", [row["tflops"] for row in rows]),
+            (
+                "peak GiB",
+                [row["extra"]["peak_gib"] for row in rows],
+            ),
+        )
+        for axis, (title, figures) in zip(axes, panels, strict=True):
+            width = 0.8 / len(names)
+            for i, name in enumerate(names):
+                middle = [place + (i - (len(names) - 1) / 2) * width for place in range(len(rows))]
+                heights = [of_row.get(name, float("nan")) for of_row in figures]
+                axis.bar(middle, heights, width, label=name, color=TRAIN_COLORS[name])
+            axis.set_xticks(range(len(rows)), [f"{row['tokens'] // 1024}k x {row['batch']}" for row in rows])
+            axis.set_xlabel("tokens of a sequence x sequences")
+            axis.set_title(title)
+            axis.grid(axis="y", alpha=0.3)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+        versions = f"torch {meta['torch']}, {meta['date']}, {meta['commit']}"
+        figure.suptitle(f"{meta['gpus']} x {meta['gpu']}, GPT of 1.3 billion weights, bf16; {versions}")
+        drawn.append(out / f"{path.stem}.png")
+        figure.savefig(drawn[-1], dpi=110)
+        plt.close(figure)
+    return drawn
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("kernels", "ring"))
+    parser.add_argument("what", choices=("kernels", "ring", "train"))
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", type=Path, help="folder for the pictures; default that of the first result")
     arguments = parser.parse_args()
-    draw_all = {"kernels": kernels, "ring": ring}[arguments.what]
+    draw_all = {"kernels": kernels, "ring": ring, "train": train}[arguments.what]
     print(*draw_all(arguments.results, arguments.out or arguments.results[0].parent), sep="\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # What reads results, or is read by those that make them, runs on its own.
-NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"run", "measure", "plot", "table", "plain_ring"})
+NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"run", "measure", "plot", "table", "plain_ring", "gpt"})
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:

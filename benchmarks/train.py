@@ -4,19 +4,20 @@
 
 24 layers, hidden 2048, 16 heads of 128, MLP of 8192 with GELU, vocabulary 50304, rotary positions; weights, gradients and
 AdamW's moments in bf16, loss by linear_cross_entropy for all. Arms on one GPU: ringflash.attention, and
-scaled_dot_product_attention. On several: a ring, and PyTorch's context parallel over cuDNN, both under FSDP2 over the
-same GPUs. A step is forward, backward and optimizer, of as many tokens per GPU at every length that fits; layers are
-checkpointed where `recomputed` says so, with keep_attention for ours. The arms' losses are compared, then their steps
-timed in turn; a time is the longest of any GPU, and the median of the rounds counts. Model TFLOP/s per GPU: (6 N + 6 L H
-S) per token, N weights without the embedding, L layers, H hidden, S tokens of a sequence, of which a query sees half;
-recomputation does not count. Peak is torch's, in GiB, of any GPU, without what `symmetric` holds outside of torch's
-allocator (docs/design.md has the formula). --longest finds how long one sequence fits, to an eighth, every layer
-checkpointed; each try in processes of its own.
+scaled_dot_product_attention as torch chooses and over cuDNN. On several: a ring, and PyTorch's context parallel over
+cuDNN, both under FSDP2 over the same GPUs. A step is forward, backward and optimizer, of as many tokens per GPU at every
+length that fits; layers are checkpointed where `recomputed` says so, with keep_attention for ours. The arms' losses are
+compared, then their steps timed in turn; a time is the longest of any GPU, and the median of the rounds counts. Model
+TFLOP/s per GPU: (6 N + 6 L H S) per token, N weights without the embedding, L layers, H hidden, S tokens of a sequence,
+of which a query sees half; recomputation does not count. Peak is torch's, in GiB, of any GPU, without what `symmetric`
+holds outside of torch's allocator (docs/design.md has the formula). --longest finds how long one sequence fits, to a
+sixteenth, every layer checkpointed; each try in processes of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -33,94 +34,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpt import GPT, Attend, Batch, Size
 from measure import Row, write
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
 from ringflash.cli.timing import in_turn, matmul_tflops
-from ringflash.training import keep_attention, linear_cross_entropy
+from ringflash.training import keep_attention
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 TOKENS_PER_GPU = 32768
 RECOMPUTED_FROM = 65536  # tokens per GPU
 TOLERANCE = 5e-3  # of a loss, relative
 NO_ROOM = "out of memory"
-
-
-@dataclass(frozen=True)
-class Size:
-    layers: int = 24
-    hidden: int = 2048
-    heads: int = 16
-    vocabulary: int = 50304
-
-
-# (q, k, v) [B, S_local, H, D] -> out alike
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.norms = nn.ModuleList(nn.RMSNorm(size.hidden) for _ in range(2))
-        self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=False)
-        self.out = nn.Linear(size.hidden, size.hidden, bias=False)
-        self.up = nn.Linear(size.hidden, 4 * size.hidden, bias=False)
-        self.down = nn.Linear(4 * size.hidden, size.hidden, bias=False)
-
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = x + self.out(attend(rotated(q, angles), rotated(k, angles), v).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.size = size
-        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.hidden)
-        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
-
-    def forward(self, batch: Batch, attend: Attend, recomputed: Any) -> Tensor:
-        """The sum of the losses of the tokens here. recomputed: options of checkpoint, or None."""
-        dim = self.size.hidden // self.size.heads
-        frequencies = 1e-4 ** (torch.arange(0, dim, 2, device=batch.positions.device) / dim)
-        angles = batch.positions[0, :, None, None] * frequencies
-        turned = angles.cos().to(self.head.weight.dtype), angles.sin().to(self.head.weight.dtype)
-        x = self.embedding(batch.ids)
-        for block in self.blocks:
-            if recomputed is None:
-                x = block(x, turned, attend)
-            else:
-                x = checkpoint(block, x, turned, attend, use_reentrant=False, **recomputed)
-        return linear_cross_entropy(self.norm(x), self.head.weight, batch.labels).sum()
-
-
-def rotated(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    (a, b), (cos, sin) = x.chunk(2, dim=-1), angles
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-@dataclass
-class Batch:
-    """[B, S] each: of whole sequences, or of this rank's part of them."""
-
-    ids: Tensor
-    labels: Tensor
-    positions: Tensor
-
-    @classmethod
-    def drawn(cls, rows: int, length: int, vocabulary: int) -> Batch:
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        ids = torch.randint(vocabulary, (rows, length + 1), device=DEVICE, generator=generator)
-        positions = torch.arange(length, device=DEVICE).expand(rows, -1)
-        return cls(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions.contiguous())
+# Of these two lengths' peaks a line is made, which says about how long a sequence fits.
+SHORT_TRIES = (32768, 65536)
 
 
 @dataclass
@@ -134,14 +64,24 @@ class Arm:
 
 def arms(ranks: int) -> list[Arm]:
     if ranks == 1:
-        return [
-            Arm(
-                "ringflash", partial(as_it_is, partial(rf.attention, mask=rf.Causal())), {"context_fn": keep_attention}
-            ),
-            Arm("torch", partial(as_it_is, by_torch), {}),
-        ]
+        return [ours(rf.Causal()), Arm("torch", partial(as_it_is, by_torch), {}), *by_cudnn()]
     ring = rf.Ring(transport="symmetric")
     return [Arm("ringflash", partial(on_ring, ring), {"context_fn": keep_attention}), *context_parallel(ranks)]
+
+
+def ours(mask: rf.Mask) -> Arm:
+    return Arm("ringflash", partial(as_it_is, partial(rf.attention, mask=mask)), {"context_fn": keep_attention})
+
+
+def by_cudnn() -> list[Arm]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    @contextmanager
+    def entered(batch: Batch) -> Iterator[tuple[Batch, Attend]]:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            yield batch, by_torch
+
+    return [Arm("torch cudnn", entered, {})]
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -243,7 +183,7 @@ def measure(run: Run, length: int, rounds: int, ranks: int) -> Row:
     rows = max(1, TOKENS_PER_GPU * ranks // length)
     tokens = rows * length
     recomputed = tokens // ranks >= RECOMPUTED_FROM
-    batch, found = Batch.drawn(rows, length, size.vocabulary), arms(ranks)
+    batch, found = Batch.drawn(rows, length, size.vocabulary, DEVICE), arms(ranks)
     with torch.no_grad():
         losses = {arm.name: run.loss(arm, batch, False, goes_back=False) for arm in found}
     expected = next(iter(losses.values()))
@@ -271,9 +211,13 @@ def measure(run: Run, length: int, rounds: int, ranks: int) -> Row:
     )  # fmt: skip
 
 
-def fits(run: Run, length: int, ranks: int) -> float:
-    """Peak GiB of two steps of one sequence of our arm, every layer checkpointed."""
-    batch, arm = Batch.drawn(1, length, run.model.size.vocabulary), arms(ranks)[0]
+def fits(run: Run, length: int, ranks: int, window: int | None) -> float:
+    """Peak GiB of two steps of one sequence of our arm, every layer checkpointed; the second has the optimizer's moments.
+
+    window: of one GPU, whose memory is the same whatever a query sees, and the time is not.
+    """
+    arm = arms(ranks)[0] if window is None else ours(rf.Window(window, 0))
+    batch = Batch.drawn(1, length, run.model.size.vocabulary, DEVICE)
     return max(step_s(run, arm, batch, True)[1] for _ in range(2))
 
 
@@ -291,19 +235,20 @@ def work(arguments: argparse.Namespace) -> None:
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     run = Run.made(Size(), ranks)
     if arguments.trying:
-        peak = fits(run, arguments.trying, ranks)
+        peak = fits(run, arguments.trying, ranks, arguments.window)
         if rank == 0:
-            arguments.verdict.write_text(f"{peak:.1f} GiB")
+            gib = torch.cuda.mem_get_info()[1] / 2**30
+            arguments.verdict.write_text(json.dumps({"peak": round(peak, 2), "of": round(gib, 2)}))
         return
+    matmul = matmul_tflops()
     rows = []
     for length in arguments.lengths:
         row = measure(run, length, arguments.rounds, ranks)
         rows.append(row)
         say(length, row.tflops, row.extra)
-    matmul = matmul_tflops()
-    if rank == 0:
-        notes = " ".join(str(__doc__).split("\n\n")[2].split())
-        print(write(f"train_x{ranks}", rows, gpus=ranks, matmul=matmul, out=arguments.out, notes=notes))
+        if rank == 0:  # a longer one may run out of memory, or of time
+            notes = " ".join(str(__doc__).split("\n\n")[2].split())
+            say(write(f"train_x{ranks}", rows, gpus=ranks, matmul=matmul, out=arguments.out, notes=notes))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -315,36 +260,47 @@ def launched(gpus: int, *arguments: str) -> int:
 
 
 def longest(gpus: int) -> None:
-    """How long a sequence fits, to an eighth of it; each try in processes of its own, for one rank may run out alone."""
+    """How long a sequence fits, to a sixteenth; each try in processes of its own, for one rank may run out alone."""
 
-    def fitting(length: int) -> bool:
+    def tried(length: int, window: int | None) -> dict[str, float] | None:
+        """Peak GiB, and that of the GPU, or None where it runs out."""
         with tempfile.TemporaryDirectory() as folder:
             verdict = Path(folder) / "verdict"
-            status = launched(gpus, "--trying", str(length), "--verdict", str(verdict))
+            said = [] if window is None else ["--window", str(window)]
+            status = launched(gpus, "--trying", str(length), "--verdict", str(verdict), *said)
             found = verdict.read_text() if verdict.exists() else ""
-        if found == NO_ROOM or status == 0:
-            print(f"{gpus} GPUs, {length} tokens: {found}", flush=True)
-            return status == 0
-        sys.exit(f"{length} tokens: ended with status {status}, and not for want of memory")
+        if found != NO_ROOM and status:
+            sys.exit(f"{length} tokens: ended with status {status}, and not for want of memory")
+        print(f"{gpus} GPUs, {length} tokens{' in a window' if said else ''}: {found}", flush=True)
+        return None if found == NO_ROOM else json.loads(found)
 
-    print(f"{gpus} GPUs: {search(fitting, 131072)} tokens fit")
+    window = None
+    short, long = (tried(length, None) for length in SHORT_TRIES)
+    if short is None or long is None:
+        sys.exit(f"{SHORT_TRIES[1]} tokens do not fit")
+    if gpus == 1:
+        window = 1023
+        again = tried(SHORT_TRIES[1], window)
+        if again is None or abs(again["peak"] - long["peak"]) > 0.01 * long["peak"]:
+            sys.exit("a window takes another amount of memory: times cannot be saved by it")
+    per_token = (long["peak"] - short["peak"]) / (SHORT_TRIES[1] - SHORT_TRIES[0])
+    guess = SHORT_TRIES[1] + int((long["of"] - long["peak"]) / per_token)
+    print(f"{gpus} GPUs: {search(lambda length: tried(length, window) is not None, guess)} tokens fit")
 
 
-def search(fitting: Callable[[int], bool], start: int) -> int:
-    """The longest length that was seen to fit, to an eighth: by doubling or halving, then in between."""
-    length = start
+def search(fitting: Callable[[int], bool], guess: int) -> int:
+    """The longest length that was seen to fit, to a sixteenth of the guess, in steps from there."""
+    step = max(1024, guess // 16 // 1024 * 1024)
+    length = guess // step * step
     if fitting(length):
-        while fitting(2 * length):
-            length *= 2
-    else:
-        while length > 1024 and not fitting(length // 2):
-            length //= 2
-        length //= 2
-    step = length // 2
-    for _ in range(3):
-        length += step if fitting(length + step) else 0
-        step //= 2
-    return length
+        while fitting(length + step):
+            length += step
+        return length
+    while length > step:
+        length -= step
+        if fitting(length):
+            return length
+    sys.exit(f"{length} tokens do not fit")
 
 
 def main() -> None:
@@ -355,13 +311,15 @@ def main() -> None:
     parser.add_argument("--longest", action="store_true", help="how long a sequence fits, instead of times")
     parser.add_argument("--trying", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--verdict", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--window", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for the results; default benchmarks/results")
     arguments = parser.parse_args()
     if "LOCAL_RANK" in os.environ:
         try:
             work(arguments)
-        except torch.OutOfMemoryError:
-            if arguments.verdict is None:
+        except RuntimeError as error:
+            # Memory that ranks share is not torch's allocator's, whose error is a kind of its own.
+            if arguments.verdict is None or "out of memory" not in str(error).lower():
                 raise
             arguments.verdict.write_text(NO_ROOM)
             os._exit(1)  # others may be waiting for this rank: torchrun ends them

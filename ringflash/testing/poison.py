@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()  # torch makes leaves too
 def _fill(x: Tensor) -> Tensor:
     if x.is_floating_point():
         return x.fill_(torch.nan)

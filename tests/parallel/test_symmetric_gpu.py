@@ -38,14 +38,18 @@ class SameGpu(GroupReach):
         ]
 
 
+def ring_on_one_gpu(layout):
+    wire = PeerTransport(dist.group.WORLD)
+    return rf.Ring(layout=layout, transport=SymmetricTransport(wire, SameGpu(lambda: wire.group)))
+
+
 def attend_on_one_gpu(layout, problem, options, times, lands):
     """(errors of each result, whether out repeats bit for bit) of this rank."""
     landing.MOST_BYTES = 1 << 30 if lands else 0
     torch.cuda.set_device(0)
     inputs = draw(**problem)
     expected = dense_gradients(**inputs, mask=options["mask"])
-    group = dist.group.WORLD
-    ring = rf.Ring(layout=layout, transport=SymmetricTransport(PeerTransport(group), SameGpu(group)))
+    ring = ring_on_one_gpu(layout)
     results = []
     for i in range(times):
         if (i + ring.rank) % 2:
@@ -81,8 +85,7 @@ def replay_on_one_gpu(layout, problem, options, lands):
     """R73: the largest error of 20 replays of a captured forward and backward, each with other inputs, against eager."""
     landing.MOST_BYTES = 1 << 30 if lands else 0
     torch.cuda.set_device(0)
-    group = dist.group.WORLD
-    ring = rf.Ring(layout=layout, transport=SymmetricTransport(PeerTransport(group), SameGpu(group)))
+    ring = ring_on_one_gpu(layout)
     fixed = [ring.shard(draw(**problem)[x]).clone() for x in ("q", "k", "v", "dout")]
     leaves = [x.requires_grad_() for x in fixed[:3]]
 

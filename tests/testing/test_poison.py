@@ -26,6 +26,15 @@ def test_unwritten_integers_are_the_largest(maker, dtype):
         assert (MAKERS[maker](dtype) == torch.iinfo(dtype).max).all()
 
 
+def test_leaves_are_filled_as_well():
+    """torch's checkpoint makes such ones."""
+    with poisoned():
+        leaf = torch.empty(3, requires_grad=True)
+    assert leaf.isnan().all()
+    assert leaf.requires_grad
+    assert leaf.is_leaf
+
+
 def test_every_test_runs_under_poison():
     """The autouse fixture of conftest.py."""
     assert torch.empty(3).isnan().all()
