@@ -84,6 +84,7 @@ def _resolve(
     is_trained: bool,
 ) -> tuple[Work, dict[str, object]]:
     """The work, and what all ranks must say alike; of the tensors shapes, types and devices are looked at."""
+    _check_shapes(q, k, v)
     check_settings("attention", ring, mask, scale, score, backend, deterministic, route)
     if not isinstance(return_lse, bool):
         raise TypeError(f"attention: return_lse is {type(return_lse).__name__}; must be True or False")
@@ -257,8 +258,14 @@ def _facts(
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Whether they are tensors of this rank's own; how they fit is found with what follows from it, once."""
+    check_plain("attention: q", q)
+    check_plain("attention: k", k)
+    check_plain("attention: v", v)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_plain(f"attention: {name}", x)
         if x.dim() != 4:
             raise ValueError(
                 f"attention: {name} has shape {tuple(x.shape)}; must have 4 axes [batch, tokens, heads, dim]"

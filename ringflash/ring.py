@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
 from ringflash.parallel.gathered import GatheredTransport
 from ringflash.parallel.inprocess import Alone
@@ -244,8 +245,11 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None, transport: str | Transpo
     return GatheredTransport(wire) if transport == "gathered" else wire
 
 
-def check_plain(name: str, x: object) -> None:
+def check_plain(name: str, x: Any) -> None:
     """TypeError for what is no tensor, or one whose entries do not lie in strides."""
+    # Nearly always, and a call of attention asks three times.
+    if type(x) in (Tensor, Parameter) and x.layout == torch.strided and not x.is_nested and not x.is_quantized:
+        return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; must be a tensor")
     kinds = {

@@ -164,9 +164,13 @@ def test_what_changes_with_the_batch_is_made_outside():
         return rf.attention(q, q, q, mask=mask & rf.Window(2, 0))
 
     mask = rf.Documents([5, 7], causal=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(attend, fullgraph=True, backend="aot_eager")(drawn(12), mask)
+    # Torch 2.11 has no graph break for this, and raises where later ones go on in eager code.
+    breaks = torch.__version__ >= (2, 12)
+    with pytest.raises(torch._dynamo.exc.Unsupported if breaks else torch._dynamo.exc.InternalTorchDynamoError):
+        torch.compile(attend, fullgraph=breaks, backend="aot_eager")(drawn(12), mask)
     torch._dynamo.reset()
+    if not breaks:
+        return
     broken = torch.compile(attend, backend="aot_eager")  # in two graphs, and right
     assert torch.equal(broken(drawn(12), mask), attend(drawn(12), mask))
 

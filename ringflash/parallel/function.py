@@ -270,6 +270,8 @@ class RingAttentionFunction(torch.autograd.Function):
 
 def _as_given(q: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Types are what the caller chose: autocast would round the fp32 products inside."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return contextlib.nullcontext()
     return torch.autocast(q.device.type, enabled=False)
 
 

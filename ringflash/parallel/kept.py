@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ringflash.schedule.traced import is_traced
+
 Policy = Callable[..., CheckpointPolicy]
 
 
@@ -115,7 +117,7 @@ def keep_attention(policy: Policy | None = None) -> tuple[AbstractContextManager
     RuntimeError is raised where the recomputed calls are others than the first, or where a result was changed in place in
     between.
     """
-    if policy is not None or torch.compiler.is_compiling():
+    if policy is not None or is_traced():
         return create_selective_checkpoint_contexts(partial(_with_attention, policy))
     results = Kept(outer=kept())
     return _Keeping(results, is_again=False), _Keeping(results, is_again=True)

@@ -8,7 +8,7 @@ Gradients of what landed go home while the kernel is at work on other heads; see
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -45,32 +45,27 @@ class LandedPassage(Passage):
 
     def __init__(self, transport: SymmetricTransport, steps: Steps, shard: tuple[Tensor, ...], lanes: Lanes) -> None:
         self._transport, self._steps, self._shard, self._lanes = transport, steps, shard, lanes
-        self.arrivals, self.departures = replace(steps.arrivals, shard=shard), steps.departures
+        self.arrivals, self.departures = steps.arrivals(shard), steps.departures
         self._sums: tuple[Tensor, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[int | None, slice, tuple[Tensor, ...]]]:
         steps, lanes = self._steps, self._lanes
         self._transport.is_under_way = True
         steps.flags.copy_(steps.flags_before)
-        for room in steps.rooms:
-            lanes.here.signal(room)
+        lanes.here.pass_on(steps.rooms)
         for lane in lanes.others:
             lane.after(lanes.here)
         # All of it is queued before the kernel that waits for it: streams may share what a GPU takes them from.
         begins = [x.data_ptr() for x in self._shard]
         first, second = lanes.out
-        for room, viewer, pieces in steps.outgoing:
-            first.take(room, viewer)
+        for room, pieces in steps.outgoing:
+            first.pass_on(room)
             second.after(first)
             for copies_and_flags in zip(*pieces, strict=True):
                 for lane, (copies, flag) in zip(lanes.out, copies_and_flags, strict=True):
                     _copy(lane, begins, copies)
                     lane.signal(flag)
-        for flags, sender, cell_flag in steps.arriving:
-            for flag in flags:
-                lanes.arriving.take(flag, sender)
-            if cell_flag is not None:
-                lanes.arriving.signal(cell_flag)
+        lanes.arriving.pass_on(steps.arriving)
         # Before the kernel, not beside it: copies within one GPU are made by multiprocessors, and it takes all of them.
         _copy(lanes.here, begins, steps.own)
         self._sums = tuple(_sums_of(x, steps.rows.stop) for x in self._shard[: steps.returning])
@@ -87,28 +82,25 @@ class LandedPassage(Passage):
         if not steps.homeward:
             return
         begins = [x.data_ptr() for x in self._sums]
-        for one in steps.homeward:
-            first.take(one.room, one.owner)
+        first.pass_on(steps.homeward_rooms)
         second.after(first)
         for group in range(steps.done.shape[0]):
             for i, lane in enumerate((first, second)):
                 lane.wait(steps.done.data_ptr() + 4 * group)
-                for one in steps.homeward:
-                    _copy(lane, begins, one.copies[group][i::2])
+                for copies in steps.homeward:
+                    _copy(lane, begins, copies[group][i::2])
         first.after(second)
-        for one in steps.homeward:
-            first.signal(one.filled)
+        first.pass_on(steps.homeward_filled)
 
     def gradients(self) -> tuple[Tensor, ...]:
         return self._sums
 
     def collect(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         steps, transport = self._steps, self._transport
-        for viewer, flag in steps.returned:
-            self._lanes.here.take(flag, viewer)
+        self._lanes.here.pass_on(steps.returned)
         transport.is_under_way = False
         # Own ones first, then by distance: the same order on every run.
-        viewers = [transport.rank, *(viewer for viewer, _ in steps.returned)]
+        viewers = [transport.rank, *steps.viewers]
         parts = [list(steps.parts(viewer, self._sums)) for viewer in viewers]
         return tuple(
             _added(x, total.dtype if dtype is None else dtype, [part for one in parts for part in one[i]])

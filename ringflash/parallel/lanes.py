@@ -12,12 +12,34 @@ from __future__ import annotations
 import ctypes
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from ringflash.schedule.copies import stream_handle
+
+# What a lane does with a flag, the flag's address, and the rank that sets it.
+SignalStep = tuple[Literal["signal", "take", "wait"], int, int]
+
+
+class Signals:
+    """Flags, in the order in which a lane takes, waits for and sets them: found once, and queued as one step."""
+
+    def __init__(self, steps: Iterable[SignalStep]) -> None:
+        self.steps = list(steps)
+
+    @cached_property
+    def batches(self) -> list[tuple[int, ctypes.Array[Any]]]:
+        """(how many operations, these) of cuStreamBatchMemOp, which takes less than 256 at a time."""
+        parts = {"signal": [(_WRITE, 1)], "take": [(_WAIT, 1), (_WRITE, 0)], "wait": [(_WAIT, 1)]}
+        found = [_Operation(what, flag, value) for name, flag, _ in self.steps for what, value in parts[name]]
+        return [
+            (len(part), (_Operation * len(part))(*part))
+            for part in (found[i : i + _BATCH] for i in range(0, len(found), _BATCH))
+        ]
 
 
 class Lane(ABC):
@@ -48,6 +70,16 @@ class Lane(ABC):
     @abstractmethod
     def wait(self, flag: int) -> None:
         """Wait for a flag that a kernel of this rank sets, and leave it set."""
+
+    def pass_on(self, signals: Signals) -> None:
+        """All of them, in their order."""
+        for what, flag, sender in signals.steps:
+            if what == "take":
+                self.take(flag, sender)
+            elif what == "wait":
+                self.wait(flag)
+            else:
+                self.signal(flag)
 
     def put(self, to: Tensor, x: Tensor) -> None:
         """Copy x into the memory `to`; both alike in shape and type, and dense but for axis 0."""
@@ -101,11 +133,13 @@ class StreamLane(Lane):
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream, self._handle, self._driver = stream, stream.cuda_stream, _driver()
+        self._now = torch.cuda.Event()  # recorded again and again; who waits for it does so for what was there then
 
     def after(self, other: Lane) -> None:
         assert isinstance(other, StreamLane), "lanes of one rank are of one kind"
         if other._handle != self._handle:
-            self.stream.wait_stream(other.stream)
+            other._now.record(other.stream)
+            self.stream.wait_event(other._now)
 
     def copy(self, to: int, origin: int, size: int) -> None:
         self._driver.copy(self._handle, to, origin, size)
@@ -125,6 +159,10 @@ class StreamLane(Lane):
 
     def wait(self, flag: int) -> None:
         self._driver.wait(self._handle, flag, 1)
+
+    def pass_on(self, signals: Signals) -> None:
+        for count, operations in signals.batches:
+            self._driver.batch(self._handle, count, operations)
 
 
 class Reach(ABC):
@@ -154,11 +192,33 @@ class Reach(ABC):
 
     def here(self, device: torch.device) -> Lane:
         """The lane in which the caller computes."""
-        return StreamLane(torch.cuda.current_stream(device)) if device.type == "cuda" else self.host_lane()
+        return _lane_of(device, stream_handle(device)) if device.type == "cuda" else self.host_lane()
 
     def new_lane(self, device: torch.device) -> Lane:
         """A lane beside that one, of a higher priority: a hop that starts late is waited for."""
         return StreamLane(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else self.host_lane()
+
+
+@lru_cache(maxsize=64)
+def _lane_of(device: torch.device, handle: int) -> StreamLane:
+    """Of the current stream, which has this handle."""
+    return StreamLane(torch.cuda.current_stream(device))
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, for operations on 32 bits: without options, as Driver.write and Driver.wait do them."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("unused", ctypes.c_uint64 * 2),
+    )
+
+
+_WAIT, _WRITE = 1, 2
+_BATCH = 255
 
 
 class _Rows(ctypes.Structure):
@@ -189,6 +249,8 @@ class Driver:
         library = ctypes.CDLL("libcuda.so.1")
         flag = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32]
         self._write, self._wait = (_found(library, f"cuStream{name}Value32", flag) for name in ("Write", "Wait"))
+        several = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+        self._batch = _found(library, "cuStreamBatchMemOp", several)
         copy = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self._copy = _found(library, "cuMemcpyDtoDAsync", copy)
         self._copy_rows = _found(library, "cuMemcpy2DAsync", [ctypes.POINTER(_Rows), ctypes.c_void_p])
@@ -199,6 +261,9 @@ class Driver:
 
     def wait(self, stream: int, flag: int, value: int) -> None:
         _check(self._wait(stream, flag, value, 0), "cuStreamWaitValue32")
+
+    def batch(self, stream: int, count: int, operations: ctypes.Array[Any]) -> None:
+        _check(self._batch(stream, count, operations, 0), "cuStreamBatchMemOp")
 
     def copy(self, stream: int, to: int, origin: int, size: int) -> None:
         _check(self._copy(to, origin, size, stream), "cuMemcpyDtoDAsync")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringflash.kernels.backend import Arrivals, Departures
 from ringflash.kernels.partial import accumulate_dtype
+from ringflash.parallel.lanes import Signals, SignalStep
 from ringflash.parallel.memory import (
     LANES_OUT,
     PIECE_THERE,
@@ -41,29 +42,11 @@ class Copy(NamedTuple):
     step: int
 
 
-class Arriving(NamedTuple):
-    """The flags of a piece of another rank, one for each lane, and the flag of the cell that it completes."""
-
-    flags: list[int]
-    sender: int
-    cell_flag: int | None
-
-
 class Outgoing(NamedTuple):
     """What goes to one rank: by lane, pieces with the flag to set there; after the flag that it sets here has been taken."""
 
-    room: int
-    viewer: int
+    room: Signals
     lanes: list[list[tuple[list[Copy], int]]]
-
-
-class Homeward(NamedTuple):
-    """Sums for one owner: copies by group of heads, after the flag that says there is room, before the one for "there"."""
-
-    room: int
-    owner: int
-    copies: list[list[Copy]]
-    filled: int
 
 
 class Place(NamedTuple):
@@ -120,13 +103,31 @@ class Steps:
         self._arrive(shard[0].device, groups=self._groups(returning, heads))
         outgoing = (self._outgoing((rank + hop) % self._ranks) for hop in range(1, self._ranks))  # the nearest first
         self.outgoing = [one for one in outgoing if one.lanes[0]]
-        homeward = (self._homeward((rank - hop) % self._ranks) for hop in range(1, self._ranks))
-        self.homeward = [one for one in homeward if returning and one.copies]
+        self._go_home()
+
+    def _go_home(self) -> None:
+        """Of sums: to whom they go, and from whom they come."""
+        memory, rank = self._memory, self._rank
+        runs = self._landing.runs(rank)
+        owners = [(rank - hop) % self._ranks for hop in range(1, self._ranks)]
+        owners = [owner for owner in owners if self.returning and any(run.owner == owner for run in runs)]
         viewers = [(rank + hop) % self._ranks for hop in range(1, self._ranks)]
-        viewers = [one for one in viewers if returning and landing.needs.seen(one, rank) != NOTHING]
-        self.rooms += [memory.flag(ROOM_FOR_SUMS, writer=rank, reader=viewer) for viewer in viewers]
-        # Who returns sums for rows of this rank, and the flag that says that they are there.
-        self.returned = [(viewer, memory.flag(SUMS_FILLED, writer=viewer, reader=rank)) for viewer in viewers]
+        viewers = [one for one in viewers if self.returning and self._landing.needs.seen(one, rank) != NOTHING]
+        # By owner, then by group of heads; after all owners have room, and before they are told that all is there.
+        self.homeward = [self._homeward(owner) for owner in owners]
+        self.homeward_rooms = Signals(
+            ("take", memory.flag(ROOM_FOR_SUMS, writer=owner, reader=rank), owner) for owner in owners
+        )
+        self.homeward_filled = Signals(
+            ("signal", memory.flag(SUMS_FILLED, writer=rank, reader=owner), rank) for owner in owners
+        )
+        # Who returns sums for rows of this rank, and the flags that say that they are there.
+        self.viewers = viewers
+        self.returned = Signals(
+            ("take", memory.flag(SUMS_FILLED, writer=viewer, reader=rank), viewer) for viewer in viewers
+        )
+        free = [memory.flag(ROOM_FOR_SUMS, writer=rank, reader=viewer) for viewer in viewers]
+        self.rooms = Signals(("signal", flag, rank) for flag in [*self._rooms_to_land, *free])
 
     @staticmethod
     def landing_bytes(landing: Landing, shard: tuple[Tensor, ...]) -> int:
@@ -163,19 +164,25 @@ class Steps:
         self.flags_before, places, blocks = moved(device, before, places, landing.departing)
         self.flags = torch.empty_like(self.flags_before)
         arrived, self.done, counts = self.flags.split([len(here), groups, groups])
-        self.arrivals = Arrivals(arrived, size, landing.late(rank), places, ())
+        self._arrived, self._at = arrived, (size, landing.late(rank), places)
         self.departures = Departures(self.done, counts, self.heads, blocks, departing) if groups else None
         # Who puts something here is told that there is room.
         owners = {piece.owner for piece in mine} - {rank}
-        self.rooms = [memory.flag(ROOM_TO_LAND, writer=rank, reader=owner) for owner in owners]
+        self._rooms_to_land = [memory.flag(ROOM_TO_LAND, writer=rank, reader=owner) for owner in owners]
         self.own = [copy for piece in landing.mixed for copy in self._copies(rank, piece)]
-        self.arriving: list[Arriving] = []
+        arriving: list[SignalStep] = []
         numbers = [0] * self._ranks
         for piece in (piece for piece in mine if piece.owner != rank):
-            cell = piece.place // size
-            cell_flag = self.flags.data_ptr() + 4 * cell if others[cell] is piece else None
-            self.arriving.append(Arriving(self._flags(numbers[piece.owner], piece.owner, rank), piece.owner, cell_flag))
-            numbers[piece.owner] += 1
+            cell, owner = piece.place // size, piece.owner
+            arriving += [("take", flag, owner) for flag in self._flags(numbers[owner], owner, rank)]
+            if others[cell] is piece:
+                arriving.append(("signal", self.flags.data_ptr() + 4 * cell, rank))
+            numbers[owner] += 1
+        self.arriving = Signals(arriving)
+
+    def arrivals(self, shard: tuple[Tensor, ...]) -> Arrivals:
+        """What a kernel is told of what lands beside this shard."""
+        return Arrivals(self._arrived, *self._at, shard)
 
     def _begins(self, viewer: int) -> list[int]:
         """Where each tensor that lands on a rank begins in its memory for that."""
@@ -191,7 +198,8 @@ class Steps:
             copies = self._copies(viewer, piece)
             for lane, flag in enumerate(self._flags(i, rank, viewer)):
                 lanes[lane].append((copies[lane::LANES_OUT], flag))
-        return Outgoing(memory.flag(ROOM_TO_LAND, writer=viewer, reader=rank), viewer, lanes)
+        room = memory.flag(ROOM_TO_LAND, writer=viewer, reader=rank)
+        return Outgoing(Signals([("take", room, viewer)]), lanes)
 
     def _flags(self, number: int, writer: int, reader: int) -> list[int]:
         """Of a piece of `writer`, one for each lane that brings tensors of it."""
@@ -214,9 +222,9 @@ class Steps:
             for i, (begin, place, x) in enumerate(zip(begins, self._places, self._like, strict=True))
         ]  # fmt: skip
 
-    def _homeward(self, owner: int) -> Homeward:
+    def _homeward(self, owner: int) -> list[list[Copy]]:
         """Sums [B, H, rows, D] of what landed go as [B, H, rows that are seen, D], for some of B x H at a time."""
-        memory, rank = self._memory, self._rank
+        rank = self._rank
         seen, runs = self._landing.needs.seen(rank, owner), self._landing.runs(rank)
         copies = []
         for group in range(self._groups(self.returning, self.heads)):
@@ -231,9 +239,7 @@ class Steps:
                         Copy(i, first * step + run.place * size, there, run.count * size, count, to_step, step)
                     )
             copies.append(found)
-        room = memory.flag(ROOM_FOR_SUMS, writer=owner, reader=rank)
-        is_any = any(run.owner == owner for run in runs)
-        return Homeward(room, owner, copies if is_any else [], memory.flag(SUMS_FILLED, writer=rank, reader=owner))
+        return copies
 
     def _sums(self, owner: int, viewer: int) -> list[int]:
         """Where the sums of a viewer go, by tensor: those of all viewers stand one after another, by rank."""

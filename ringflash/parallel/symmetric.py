@@ -40,7 +40,9 @@ class SymmetricTransport(OverNeighbours):
         self._lanes: dict[tuple[torch.device, str], Lane] = {}
         self._last: dict[torch.device, Lane] = {}  # in which the last pass was
         self.is_under_way = False  # between the first and the last step of a pass; left so by an error
-        self._steps: dict[Hashable, Steps] = {}  # of what lands; the oldest is forgotten first
+        self._steps: dict[
+            Hashable, Steps
+        ] = {}  # of what lands, in the memory that there is; the oldest is forgotten first
         self._captured: dict[int, Workspace | Steps] = {}  # what CUDA graphs have the addresses of
 
     def stream(self, shard: tuple[Tensor, ...], needs: Needs, returning: Returning = NO_RETURN) -> Passage:
@@ -63,22 +65,27 @@ class SymmetricTransport(OverNeighbours):
         dense = tuple(x if x.dim() == 3 else x.contiguous() for x in shard)
         device = dense[0].device
         here = self.begin(device)
+        key = (landing, returning.tensors, returning.heads, device, *((x.shape, x.dtype) for x in dense))
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._find_steps(key, landing, dense, returning)
+        self._keep_for_graph(device, steps)
+        out = self.lane(device, "shards"), self.lane(device, "more shards")
+        return LandedPassage(self, steps, dense, Lanes(here, out, self.lane(device, "arrivals")))
+
+    def _find_steps(self, key: Hashable, landing: Landing, shard: tuple[Tensor, ...], returning: Returning) -> Steps:
+        device = shard[0].device
         memory = self.workspace(
             device,
-            landing_bytes=Steps.landing_bytes(landing, dense),
-            sums_bytes=Steps.sums_bytes(landing, dense, returning.tensors),
+            landing_bytes=Steps.landing_bytes(landing, shard),
+            sums_bytes=Steps.sums_bytes(landing, shard, returning.tensors),
         )
-        key = (landing, tuple((x.shape, x.dtype) for x in dense), returning.tensors, returning.heads, device)
-        if key not in self._steps:
-            self._check_not_capturing(device)
-            with torch.inference_mode(False):
-                self._steps[key] = Steps(landing, dense, memory, self.rank, returning.tensors, returning.heads)
-            if len(self._steps) > MOST_STEPS:
-                del self._steps[next(iter(self._steps))]
-        self._keep_for_graph(device, self._steps[key])
-        out = self.lane(device, "shards"), self.lane(device, "more shards")
-        lanes = Lanes(here, out, self.lane(device, "arrivals"))
-        return LandedPassage(self, self._steps[key], dense, lanes)
+        self._check_not_capturing(device)
+        with torch.inference_mode(False):
+            steps = self._steps[key] = Steps(landing, shard, memory, self.rank, returning.tensors, returning.heads)
+        if len(self._steps) > MOST_STEPS:
+            del self._steps[next(iter(self._steps))]
+        return steps
 
     def workspace(
         self, device: torch.device, *, slot_bytes: int = 0, sums_bytes: int = 0, landing_bytes: int = 0

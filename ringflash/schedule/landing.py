@@ -75,7 +75,15 @@ class Landing:
     def _cut(self) -> Cut:
         return cut(self.plan.layout, self.length, self.plan.ranks)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all of it once: every pass looks up what it queues."""
+        return hash((self.plan, self.travels, self.walk))
+
+    @cached_property
     def is_possible(self) -> bool:
         """Whether shards are of few blocks of neighbouring positions."""
         return not self._cut.is_striped and self._cut.start.shape[0] <= MOST_BLOCKS

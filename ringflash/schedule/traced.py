@@ -89,3 +89,11 @@ def sees_operators_only() -> bool:
     FlopCounterMode and selective checkpointing.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_traced() -> bool:
+    """Whether a graph of what runs now is being made: by dynamo, or by what comes after it, of which `is_compiling` of torch
+    2.11 knows nothing.
+    """
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None

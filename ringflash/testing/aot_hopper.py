@@ -160,10 +160,10 @@ class Compiled:
         self.kernel = kernel
         self.result: Any = None
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, programs: int) -> Callable[..., None]:
         def compile(*arguments: Any, **options: Any) -> None:
             if self.kernel is not None:
-                self.result = self.kernel.warmup(*arguments, grid=grid, **options)
+                self.result = self.kernel.warmup(*arguments, grid=(programs,), **options)
 
         return compile
 
@@ -182,7 +182,7 @@ def kernel_of(variant: Variant) -> str:
 def compile_variant(variant: Variant) -> HopperUsage:
     """Usage of one variant. What ptxas says is printed by Triton, hence caught; from its cache it would say nothing."""
     name = kernel_of(variant)
-    compiled = Compiled(getattr(launch, name))
+    compiled = Compiled(getattr(launch, name).kernel)
     kernels: dict[str, Any] = {other: Compiled() for other in KERNELS} | {name: compiled}
     log = io.StringIO()
     with (

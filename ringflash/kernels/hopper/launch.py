@@ -1,4 +1,4 @@
-"""The Hopper backend: check what it can serve, describe tensors to the copy engine, launch."""
+"""The Hopper backend: check what it can serve, find tiles and bounds for a call, launch."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ringflash.kernels.backend import Arrivals, Backend, Call, Lands, Rows
-from ringflash.kernels.hopper.backward import backward_kernel, dq_columns, sum_columns
-from ringflash.kernels.hopper.backward_queries import queries_backward_kernel
+from ringflash.kernels.hopper import backward, backward_queries, backward_wide, forward
+from ringflash.kernels.hopper.arguments import Launcher, dense_heads_first, described, described_rows
+from ringflash.kernels.hopper.backward import dq_columns, sum_columns
 from ringflash.kernels.hopper.backward_queries import sum_columns as queries_columns
-from ringflash.kernels.hopper.backward_wide import SUM_COLUMNS, wide_backward_kernel
-from ringflash.kernels.hopper.forward import forward_kernel
-from ringflash.kernels.hopper.gluon import VERSION, VERSIONS, TensorDescriptor, gl
+from ringflash.kernels.hopper.backward_wide import SUM_COLUMNS
+from ringflash.kernels.hopper.gluon import VERSION, VERSIONS
 from ringflash.kernels.hopper.tuning import (
     KEYS,
     backward_group,
     backward_rows,
     forward_group,
-    forward_keys,
-    forward_warpgroups,
+    forward_tiles,
     padded,
     queries_keys,
-    takes_turns,
     value_stages,
-    way_of_out,
 )
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.score import Score
 from ringflash.kernels.triton.launch import Triton, batch_stride
+from ringflash.schedule.copies import stream_handle
 from ringflash.schedule.tiles import Bounds
 
 ROWS = 64  # of a tile that one warpgroup holds
+
+forward_kernel = Launcher(forward.forward_kernel)
+backward_kernel = Launcher(backward.backward_kernel)
+wide_backward_kernel = Launcher(backward_wide.wide_backward_kernel)
+queries_backward_kernel = Launcher(backward_queries.queries_backward_kernel)
 
 
 class Hopper(Backend):
@@ -80,29 +82,21 @@ class Hopper(Backend):
         before = partial.out
         if is_last and into is not None:
             partial = Partial(q.new_empty(B, Sq, Hq, Dv), partial.lse)
-        block_d, block_dv = padded(D), padded(Dv)
-        block_k = forward_keys(block_d, block_dv)
         shape, lo, hi = _ends(bounds, 0, q.device)
-        warpgroups = forward_warpgroups(max(block_d, block_dv), shape, Sq)
-        q_blocks = -(-Sq // (ROWS * warpgroups))
-        group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
-        way = way_of_out(
-            warpgroups, block_d, block_dv, block_k, is_fp32=into is not None or not is_last, is_rounded=is_last
-        )
-        keys, values = described(k, block_k, block_d), described(v, block_k, block_dv)
+        tiles = forward_tiles(B, Sq, Hq, Hk, D, Dv, shape, into is not None, is_last)
+        keys, values = described(k, tiles.keys, tiles.dim), described(v, tiles.keys, tiles.value_dim)
         with torch.cuda.device(q.device):
-            forward_kernel[(min(q_blocks * B * Hq, _multiprocessors(q.device)),)](
-                described(q, ROWS, block_d), keys, values,
+            forward_kernel[min(tiles.programs, _multiprocessors(q.device))](
+                described(q, ROWS, tiles.dim), keys, values,
                 *((keys, values) if arrivals is None else _described_own(arrivals, (keys, values))),
-                values if way == "direct" else described(partial.out, ROWS, block_dv, is_written=True),
-                described(before, ROWS, block_dv) if into is not None and way == "own" else values,
+                values if tiles.way == "direct" else described(partial.out, ROWS, tiles.value_dim, is_written=True),
+                described(before, ROWS, tiles.value_dim) if into is not None and tiles.way == "own" else values,
                 partial.out, before, partial.lse, lo, hi, _counter(q.device),
                 *_arriving(arrivals, lo), batch_stride(lo) if shape == "rows" else 0,
-                B, Hq, Hk, Sq, Sk, Dv, group, score.factor,
-                BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, SHAPE=shape, INTO=into is not None,
-                ROUNDED=is_last, WAY=way,
-                TAKE_TURNS=takes_turns(warpgroups, shape), WAITS=arrivals is not None, WARPGROUPS=warpgroups,
-                num_warps=4, maxnreg=168 if warpgroups == 2 else 128,
+                B, Hq, Hk, Sq, Sk, Dv, tiles.group, score.factor,
+                BLOCK_K=tiles.keys, BLOCK_D=tiles.dim, BLOCK_DV=tiles.value_dim, SHAPE=shape, INTO=into is not None,
+                ROUNDED=is_last, WAY=tiles.way, TAKE_TURNS=tiles.takes_turns, WAITS=arrivals is not None,
+                WARPGROUPS=tiles.warpgroups, num_warps=4, maxnreg=168 if tiles.warpgroups == 2 else 128,
             )  # fmt: skip
         return partial
 
@@ -163,7 +157,7 @@ def _described_own(arrivals: Arrivals, landed: tuple[Any, ...]) -> list[Any]:
     if arrivals.shard[0].shape[1] == 0:
         return list(landed)
     return [
-        described(x, *there.block_shape[2:]) if x.dim() == 4 else _described_rows(x, there.block_shape[1])
+        described(x, *there.block_shape[2:]) if x.dim() == 4 else described_rows(x, there.block_shape[1])
         for x, there in zip(arrivals.shard, landed, strict=True)
     ]
 
@@ -196,7 +190,7 @@ def _key_gradients(
     step = backward_rows(max(block_d, block_dv))
     inputs = (
         described(q, step, block_d), keys, values, described(rows.dout, step, block_dv),
-        _described_rows(rows.lse, step), _described_rows(rows.delta, step),
+        described_rows(rows.lse, step), described_rows(rows.delta, step),
     )  # fmt: skip
     own = inputs
     if lands is not None and lands.travels == "keys":
@@ -217,7 +211,7 @@ def _key_gradients(
     }  # fmt: skip
     with torch.cuda.device(q.device):
         if is_wide:
-            wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, lo, hi, *numbers, **constants)
+            wide_backward_kernel[k_blocks * B * Hk](*inputs, *results, lo, hi, *numbers, **constants)
         else:
             sums = keys if dq is None else described(dq, ROWS, dq_columns(step, block_d), is_written=True)
             flags, places, *cells = _arriving(None if lands is None else lands.arrivals, lo)
@@ -226,7 +220,7 @@ def _key_gradients(
                 departures = lands.departures
                 away = (departures.flags, departures.counts, departures.blocks, departures.departing)
             what = "none" if lands is None else "keys" if lands.travels == "keys" else "rows"
-            backward_kernel[(k_blocks * B * Hk,)](
+            backward_kernel[k_blocks * B * Hk](
                 *inputs, *own, sums, *results, lo, hi, flags, places, *cells, *away, *numbers,
                 ROWS=step, STAGES=2, WITH_DQ=dq is not None, LANDS=what, **constants,
             )  # fmt: skip
@@ -244,60 +238,15 @@ def _query_gradient(
     group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
     lo, hi = bounds.to(q.device)
     with torch.cuda.device(q.device):
-        queries_backward_kernel[(q_blocks * B * Hq,)](
+        queries_backward_kernel[q_blocks * B * Hq](
             described(q, ROWS, block_d), described(k, block_k, block_d), described(v, block_k, block_dv),
             described(rows.dout, ROWS, block_dv),
             described(dq, ROWS, block_d if is_all else queries_columns(block_d), is_written=True),
-            _heads_first(rows.lse), _heads_first(rows.delta), lo, hi, batch_stride(lo),
+            dense_heads_first(rows.lse), dense_heads_first(rows.delta), lo, hi, batch_stride(lo),
             B, Hq, Hk, Sq, Sk, group, score.factor,
             BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_DV=block_dv, VALUE_STAGES=value_stages(block_d, block_dv),
             SHAPE=bounds.shape, STORE=is_all, num_warps=4, maxnreg=168,
         )  # fmt: skip
-
-
-def described(x: Tensor, rows: int, columns: int, *, is_written: bool = False) -> Any:
-    """A descriptor of x [B, tokens, heads, dim], seen as [B, heads, tokens, dim], for tiles of rows x columns of one head.
-
-    What lies past the tensor's edges is read as zeros and not written. The copy engine takes any strides of whole 16
-    bytes; a tensor that has others is copied, unless it is written to.
-    """
-    quantum = 16 // x.element_size()
-    is_aligned = x.data_ptr() % 16 == 0 and all(
-        stride % quantum == 0 and stride > 0
-        for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)
-        if size > 1
-    )
-    if not is_aligned:
-        assert not is_written, "callers give results memory that is contiguous"
-        x = x.contiguous() if not x.is_contiguous() else x.clone()
-    B, S, H, D = x.shape
-    # The stride of an axis of one is never used, and may be anything.
-    strides = [stride if size > 1 else D for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(
-        x, [B, H, S, D], [strides[0], strides[2], strides[1], 1], [1, 1, rows, columns], _layout(x.element_size() * 8)
-    )
-
-
-def _described_rows(x: Tensor, rows: int) -> Any:
-    """A descriptor of row statistics [B, S, H], in memory [B, H, S], seen as [B x H, S]; for tiles of `rows`."""
-    B, S, H = x.shape
-    heads_first, pitch = x.transpose(1, 2), x.stride(2)
-    if pitch % 4 or x.data_ptr() % 16:  # the copy engine wants rows of whole 16 bytes
-        heads_first, pitch = F.pad(_heads_first(x), (0, -S % 4)), S + -S % 4
-    assert B == 1 or heads_first.stride(0) == H * pitch, "heads of one batch row follow those of another"
-    return TensorDescriptor(heads_first, [B * H, S], [pitch, 1], [1, rows], gl.NVMMASharedLayout(0, 32, rank=2))
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """Row statistics [B, S, H] as they lie in memory, [B, H, S]."""
-    heads_first = x.transpose(1, 2)
-    assert heads_first.is_contiguous(), "row statistics lie as row_statistic() makes them"
-    return heads_first
-
-
-@lru_cache
-def _layout(bits: int) -> Any:
-    return gl.NVMMASharedLayout(128, bits, rank=4)
 
 
 @lru_cache
@@ -312,7 +261,7 @@ def _counter(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter_of(device, torch.cuda.current_stream(device).cuda_stream)
+    return _counter_of(device, stream_handle(device))
 
 
 @lru_cache(maxsize=64)

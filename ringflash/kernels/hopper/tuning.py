@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 MULTIPROCESSORS = 132
 KEYS = 128  # of a backward tile
 
@@ -53,6 +56,34 @@ def forward_group(group: int, q_blocks: int, is_full: bool) -> int:
     tiles = MULTIPROCESSORS if is_full else 4 * MULTIPROCESSORS
     wanted = max(4, round(tiles / q_blocks))
     return -(-wanted // group) * group
+
+
+class ForwardTiles(NamedTuple):
+    """How a forward call is cut. Queries are taken 64 to a warpgroup; programs: how many tiles of them there are."""
+
+    keys: int
+    dim: int
+    value_dim: int
+    warpgroups: int
+    group: int
+    way: str
+    takes_turns: bool
+    programs: int
+
+
+@lru_cache(maxsize=4096)
+def forward_tiles(
+    B: int, Sq: int, Hq: int, Hk: int, D: int, Dv: int, shape: str, is_into: bool, is_last: bool
+) -> ForwardTiles:
+    """Of q [B, Sq, Hq, D], k [B, ., Hk, D] and v [B, ., Hk, Dv]."""
+    dim, value_dim = padded(D), padded(Dv)
+    keys = forward_keys(dim, value_dim)
+    warpgroups = forward_warpgroups(max(dim, value_dim), shape, Sq)
+    q_blocks = -(-Sq // (64 * warpgroups))
+    way = way_of_out(warpgroups, dim, value_dim, keys, is_fp32=is_into or not is_last, is_rounded=is_last)
+    group = forward_group(Hq // Hk, q_blocks, shape == "full")
+    takes = takes_turns(warpgroups, shape)
+    return ForwardTiles(keys, dim, value_dim, warpgroups, group, way, takes, q_blocks * B * Hq)
 
 
 def backward_group(tokens: int, row_bytes: int, is_full: bool) -> int:
