@@ -60,7 +60,7 @@ class Bounds:
     positions: makes the global positions (int64 [rows], int64 [columns]) on the CPU, for scores that depend on them.
     column_ends: makes the ends of `transposed`; None where they are to be found from `ends`.
     shape: what is known of the ends beforehand: "full", every row sees every column; "causal", a causal square, row i sees
-        columns [0, i + 1); or "rows", to be read row by row.
+        columns [0, i + 1); or "rows", to be read row by row. Where positions say that it is the first, "rows" becomes it.
     is_causal: whether rows see the columns up to their own position and no others, so that `diagonals` may say which.
     Compared by identity: bounds come from the plan cache.
     """
@@ -74,6 +74,12 @@ class Bounds:
     is_causal: bool = False
     _copies: Copies = field(default_factory=Copies)
     _parts: dict[tuple[int, int, int, int], Bounds] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.is_causal and self.shape == "rows" and self.rows and self.columns:
+            rows, columns = self.positions()
+            if int(rows[0]) >= int(columns[-1]):
+                object.__setattr__(self, "shape", "full")
 
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, columns: int) -> Bounds:
@@ -147,6 +153,15 @@ class Bounds:
     @cached_property
     def _diagonals(self) -> Ends | None:
         return diagonals(*self.positions()) if self.is_causal else None
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all rows that see anything are known to see the same columns, so that tiles are of one length."""
+        if self.shape != "rows" or self._diagonals is None:
+            return self.shape == "full"
+        numbers, _ = self._diagonals
+        seen = numbers[numbers > 0]
+        return bool((seen % 2 == 0).all() and (seen == seen[:1]).all())
 
     def diagonals_to(self, device: torch.device) -> Ends:
         """See schedule.diagonals: (of the rows, of the columns) on a device."""

@@ -6,6 +6,7 @@ import torch
 import ringflash as rf
 from ringflash.schedule.diagonals import BLOCK, STEP, diagonals
 from ringflash.schedule.plan import plan
+from ringflash.schedule.tiles import Bounds
 
 LAYOUTS = [rf.Contiguous(), rf.Zigzag()]
 
@@ -56,3 +57,24 @@ def test_blocks_that_are_not_whole_have_none(length):
 @pytest.mark.parametrize("mask", [rf.Full(), rf.Window(5, 0), rf.Documents([512, 512], causal=True)], ids=repr)
 def test_other_masks_have_none(mask):
     assert not any(bounds.has_diagonals for bounds in all_bounds(plan(mask, rf.Zigzag(), 8 * BLOCK, 0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_even"),
+    [
+        ([2, 3], [0, 1], True),
+        ([0, 3], [1, 2], True),  # the first sees nothing
+        ([1, 3], [0, 2], False),  # one sees half of what the other sees
+        ([0, 1], [0, 1], False),
+        ([2, 3], [0, 3], False),
+    ],
+)
+def test_evenness_is_that_of_what_blocks_see(queries, keys, is_even):
+    rows, columns = (
+        torch.cat([torch.arange(i * BLOCK, (i + 1) * BLOCK) for i in blocks]) for blocks in (queries, keys)
+    )
+    hi = torch.searchsorted(columns, rows, right=True).int()[None]
+    ends = (torch.zeros_like(hi), hi)
+    bounds = Bounds(2 * BLOCK, 2 * BLOCK, lambda device: ends, lambda: (rows, columns), is_causal=True)
+    assert bounds.is_even == is_even
+    assert (bounds.shape == "full") == bounds.is_full

@@ -66,6 +66,8 @@ def test_bounds_cover_every_visible_pair_exactly_once_by_rows_and_by_columns(pro
             assert torch.equal(pairs_of(bounds.transposed).mT, pairs_of(bounds))
             assert bounds.pairs == bounds.transposed.pairs == int(pairs_of(bounds).sum())
             assert bounds.is_empty == (not seen.any())
+            assert bounds.shape != "full" or bounds.is_full
+            assert not bounds.is_even or len(set((bounds.hi - bounds.lo).flatten().tolist()) - {0}) <= 1
             assert torch.equal(bounds.positions()[0], queries)
             assert torch.equal(bounds.positions()[1], keys[mine.keys(source)])
             for end in (bounds.lo, bounds.hi, bounds.transposed.lo, bounds.transposed.hi):
@@ -396,3 +398,28 @@ def test_tightened_ends_show_the_same_pairs_and_stay_between_their_neighbours(en
     assert bool((tight_lo.diff() >= 0).all()) and bool((tight_hi.diff() >= 0).all())
     if bool(is_seen.any()):
         assert int(tight_lo.min()) == int(lo[is_seen].min()) and int(tight_hi.max()) == int(hi[is_seen].max())
+
+
+@pytest.mark.parametrize(
+    "layout", [rf.Contiguous(), rf.Zigzag(), rf.Balanced(rf.Causal())], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("tokens", [5, 128])
+def test_a_hop_that_hides_nothing_is_known_to_be_full(layout, tokens):
+    """Whether or not shards are of whole blocks, and wherever they are looked at from."""
+    ranks = 4
+    for rank in range(ranks):
+        mine = plan(rf.Causal(), layout, 2 * ranks * tokens, rank, ranks)
+        for source in range(ranks):
+            for bounds in (mine[source], mine.turned[source]):
+                if bounds.rows and bounds.columns and source != rank:
+                    assert (bounds.shape == "full") == bounds.is_full
+                    assert bounds.shape != "full" or bounds.part(columns=slice(0, 3)).shape == "full"
+            if not isinstance(layout, rf.Balanced) and source in mine.sources:
+                assert mine[source].shape == ("causal" if source == rank else "full" if source < rank else "rows")
+
+
+def test_rows_of_a_hop_see_all_or_nothing_where_a_zigzag_meets_later_ranks():
+    here = plan(rf.Causal(), rf.Zigzag(), 8 * 128, 1, 4)
+    assert [here[source].is_even for source in range(4)] == [True, False, True, True]
+    assert not here.landing.bounds.is_even
+    assert not plan(rf.Causal(), rf.Striped(), 8 * 128, 1, 4)[2].is_even

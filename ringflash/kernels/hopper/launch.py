@@ -83,7 +83,7 @@ class Hopper(Backend):
         if is_last and into is not None:
             partial = Partial(q.new_empty(B, Sq, Hq, Dv), partial.lse)
         shape, lo, hi = _ends(bounds, 0, q.device)
-        tiles = forward_tiles(B, Sq, Hq, Hk, D, Dv, shape, into is not None, is_last)
+        tiles = forward_tiles(B, Sq, Hq, Hk, D, Dv, shape, bounds.is_even, into is not None, is_last)
         keys, values = described(k, tiles.keys, tiles.dim), described(v, tiles.keys, tiles.value_dim)
         with torch.cuda.device(q.device):
             forward_kernel[min(tiles.programs, _multiprocessors(q.device))](
@@ -184,7 +184,7 @@ def _key_gradients(
     assert dq is None or not is_wide, "the kernel for wide heads forms dk and dv only"
     block_d, block_dv = (max(128 if is_wide else 64, padded(dim)) for dim in (D, Dv))
     k_blocks = -(-Sk // (ROWS if is_wide else KEYS))
-    group = backward_group(Sq, Sq * (D + Dv) * 4 * (Hq // Hk), bounds.shape == "full")
+    group = backward_group(Sq, Sq * (D + Dv) * 4 * (Hq // Hk), bounds.is_even)
     shape, lo, hi = (bounds.shape, *bounds.columns_to(q.device)) if is_wide else _ends(bounds, 1, q.device)
     keys, values = described(k, ROWS, block_d), described(v, ROWS, block_dv)
     step = backward_rows(max(block_d, block_dv))
@@ -235,7 +235,7 @@ def _query_gradient(
     block_d, block_dv = padded(D), padded(Dv)
     block_k = queries_keys(block_d, block_dv)
     q_blocks = -(-Sq // (2 * ROWS))
-    group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
+    group = forward_group(Hq // Hk, q_blocks, bounds.is_even)
     lo, hi = bounds.to(q.device)
     with torch.cuda.device(q.device):
         queries_backward_kernel[q_blocks * B * Hq](
