@@ -160,10 +160,10 @@ class Compiled:
         self.kernel = kernel
         self.result: Any = None
 
-    def __getitem__(self, programs: int) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def compile(*arguments: Any, **options: Any) -> None:
             if self.kernel is not None:
-                self.result = self.kernel.warmup(*arguments, grid=(programs,), **options)
+                self.result = self.kernel.warmup(*arguments, grid=grid, **options)
 
         return compile
 

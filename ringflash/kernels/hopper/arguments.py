@@ -1,12 +1,7 @@
-"""What a kernel is launched with, looked at once for each kind: descriptors of tensors, and what Triton compiled for them.
-
-Triton checks every number of a descriptor, and every argument of a launch, each time. For seven descriptors and thirty
-arguments that takes longer than all else that the host does for a call of attention.
-"""
+"""Tensors described to the copy engine; Triton's checks are made once for each form, for they take longer than all else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,55 +12,6 @@ from torch import Tensor
 from ringflash.kernels.hopper.gluon import TensorDescriptor, gl
 
 MOST_FORMS = 4096  # of tensors, whose lengths may differ from batch to batch
-
-
-class Launcher:
-    """Launches a kernel, found by the types of its arguments, the alignment of its tensors, and its constants.
-
-    Everything that Triton compiles apart must be told apart here, so its integers must be among those that it does not
-    specialise, and constants be named.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self._constants = tuple(parameter.name for parameter in kernel.params if parameter.is_constexpr)
-        self._plain = [not parameter.is_constexpr and parameter.do_not_specialize for parameter in kernel.params]
-        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-    def __getitem__(self, programs: int) -> Callable[..., None]:
-        """Like a kernel's, for a grid of one axis."""
-
-        def launch(*arguments: Any, **options: Any) -> None:
-            key = kind(arguments, options)
-            found = self._compiled.get(key)
-            if found is None:
-                self._compiled[key] = self._first(programs, arguments, options)
-            else:
-                compiled, constants = found
-                compiled[programs, 1, 1](*arguments, *constants)
-
-        return launch
-
-    def _first(self, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        for x, is_plain in zip(arguments, self._plain, strict=False):
-            assert is_plain or not isinstance(x, int), "integers that Triton specialises would have to be told apart"
-        compiled = self.kernel[(programs,)](*arguments, **options)
-        return compiled, tuple(options[name] for name in self._constants)
-
-
-def kind(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """All that decides what is compiled and where it is loaded."""
-    kinds = [
-        x.kind
-        if (of_x := type(x)) is TensorDescriptor
-        else (x.dtype, x.data_ptr() % 16 == 0)
-        if of_x is Tensor
-        else x.bit_length() > 31
-        if of_x is int
-        else of_x
-        for x in arguments
-    ]
-    return (torch.cuda.current_device(), *kinds, *options.items())
 
 
 def described(x: Tensor, rows: int, columns: int, *, is_written: bool = False) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringflash.kernels.backend import Arrivals, Backend, Call, Lands, Rows
 from ringflash.kernels.hopper import backward, backward_queries, backward_wide, forward
-from ringflash.kernels.hopper.arguments import Launcher, dense_heads_first, described, described_rows
+from ringflash.kernels.hopper.arguments import dense_heads_first, described, described_rows
 from ringflash.kernels.hopper.backward import dq_columns, sum_columns
 from ringflash.kernels.hopper.backward_queries import sum_columns as queries_columns
 from ringflash.kernels.hopper.backward_wide import SUM_COLUMNS
@@ -28,15 +28,16 @@ from ringflash.kernels.hopper.tuning import (
 from ringflash.kernels.partial import Partial
 from ringflash.kernels.score import Score
 from ringflash.kernels.triton.launch import Triton, batch_stride
+from ringflash.kernels.triton.launcher import launcher
 from ringflash.schedule.copies import stream_handle
 from ringflash.schedule.tiles import Bounds
 
 ROWS = 64  # of a tile that one warpgroup holds
 
-forward_kernel = Launcher(forward.forward_kernel)
-backward_kernel = Launcher(backward.backward_kernel)
-wide_backward_kernel = Launcher(backward_wide.wide_backward_kernel)
-queries_backward_kernel = Launcher(backward_queries.queries_backward_kernel)
+forward_kernel = launcher(forward.forward_kernel)
+backward_kernel = launcher(backward.backward_kernel)
+wide_backward_kernel = launcher(backward_wide.wide_backward_kernel)
+queries_backward_kernel = launcher(backward_queries.queries_backward_kernel)
 
 
 class Hopper(Backend):
@@ -86,7 +87,7 @@ class Hopper(Backend):
         tiles = forward_tiles(B, Sq, Hq, Hk, D, Dv, shape, bounds.is_even, into is not None, is_last)
         keys, values = described(k, tiles.keys, tiles.dim), described(v, tiles.keys, tiles.value_dim)
         with torch.cuda.device(q.device):
-            forward_kernel[min(tiles.programs, _multiprocessors(q.device))](
+            forward_kernel[(min(tiles.programs, _multiprocessors(q.device)),)](
                 described(q, ROWS, tiles.dim), keys, values,
                 *((keys, values) if arrivals is None else _described_own(arrivals, (keys, values))),
                 values if tiles.way == "direct" else described(partial.out, ROWS, tiles.value_dim, is_written=True),
@@ -211,7 +212,7 @@ def _key_gradients(
     }  # fmt: skip
     with torch.cuda.device(q.device):
         if is_wide:
-            wide_backward_kernel[k_blocks * B * Hk](*inputs, *results, lo, hi, *numbers, **constants)
+            wide_backward_kernel[(k_blocks * B * Hk,)](*inputs, *results, lo, hi, *numbers, **constants)
         else:
             sums = keys if dq is None else described(dq, ROWS, dq_columns(step, block_d), is_written=True)
             flags, places, *cells = _arriving(None if lands is None else lands.arrivals, lo)
@@ -220,7 +221,7 @@ def _key_gradients(
                 departures = lands.departures
                 away = (departures.flags, departures.counts, departures.blocks, departures.departing)
             what = "none" if lands is None else "keys" if lands.travels == "keys" else "rows"
-            backward_kernel[k_blocks * B * Hk](
+            backward_kernel[(k_blocks * B * Hk,)](
                 *inputs, *own, sums, *results, lo, hi, flags, places, *cells, *away, *numbers,
                 ROWS=step, STAGES=2, WITH_DQ=dq is not None, LANDS=what, **constants,
             )  # fmt: skip
@@ -238,7 +239,7 @@ def _query_gradient(
     group = forward_group(Hq // Hk, q_blocks, bounds.is_even)
     lo, hi = bounds.to(q.device)
     with torch.cuda.device(q.device):
-        queries_backward_kernel[q_blocks * B * Hq](
+        queries_backward_kernel[(q_blocks * B * Hq,)](
             described(q, ROWS, block_d), described(k, block_k, block_d), described(v, block_k, block_dv),
             described(rows.dout, ROWS, block_dv),
             described(dq, ROWS, block_d if is_all else queries_columns(block_d), is_written=True),

@@ -15,8 +15,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from ringflash.kernels.backend import Backend, Call, Rows
 from ringflash.kernels.partial import Partial, row_statistic
 from ringflash.kernels.score import Score
-from ringflash.kernels.triton.backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
-from ringflash.kernels.triton.forward import forward_kernel
+from ringflash.kernels.triton import backward, forward
+from ringflash.kernels.triton.launcher import launcher
 from ringflash.kernels.triton.tuning import (
     FORWARD,
     KEY_GRADIENT,
@@ -27,6 +27,11 @@ from ringflash.kernels.triton.tuning import (
     two_passes_are_faster,
 )
 from ringflash.schedule.tiles import Bounds
+
+forward_kernel = launcher(forward.forward_kernel)
+delta_kernel = launcher(backward.delta_kernel)
+key_gradient_kernel = launcher(backward.key_gradient_kernel)
+query_gradient_kernel = launcher(backward.query_gradient_kernel)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # What tiles are for where there is no device to ask: under the interpreter, which runs on the CPU.

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringflash.kernels.triton.launcher import launcher
 from ringflash.kernels.triton.tuning import padded
 
 ROWS = 32  # of a program, of one head
@@ -33,13 +34,16 @@ def sum_kernel(
     tl.store(out_ptr + b * out_b + h * out_h + rows * out_s + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+_launched = launcher(sum_kernel)
+
+
 def write_sum(out: Tensor, first: Tensor, second: Tensor | None) -> None:
     """See ringflash.kernels.sums.write_sum."""
     B, S, H, D = out.shape
     other = first if second is None else second
     strides = (stride for x in (out, first, other) for stride in x.stride()[:3])
     with torch.cuda.device(out.device):
-        sum_kernel[(triton.cdiv(S, ROWS) * B * H,)](
+        _launched[(triton.cdiv(S, ROWS) * B * H,)](
             out, first, other, *strides, S, H,
             DIM=D, ROWS=ROWS, BLOCK_D=padded(D), HAS_SECOND=second is not None, num_warps=4,
         )  # fmt: skip
