@@ -2,16 +2,17 @@
 
     python3 benchmarks/run.py train [--lengths 2048 8192 32768 131072] [--gpus 2] [--longest]
 
-24 layers, hidden 2048, 16 heads of 128, MLP of 8192 with GELU, vocabulary 50304, rotary positions; weights, gradients and
-AdamW's moments in bf16, loss by linear_cross_entropy for all. Arms on one GPU: ringflash.attention, and
+24 layers, hidden 2048, 16 heads of 128, MLP of 8192 with GELU, vocabulary 50304, rotary positions; weights, gradients
+and AdamW's moments in bf16, loss by linear_cross_entropy for all. Arms on one GPU: ringflash.attention, and
 scaled_dot_product_attention as torch chooses and over cuDNN. On several: a ring, and PyTorch's context parallel over
-cuDNN, both under FSDP2 over the same GPUs. A step is forward, backward and optimizer, of as many tokens per GPU at every
-length that fits; layers are checkpointed where `recomputed` says so, with keep_attention for ours. The arms' losses are
-compared, then their steps timed in turn; a time is the longest of any GPU, and the median of the rounds counts. Model
-TFLOP/s per GPU: (6 N + 6 L H S) per token, N weights without the embedding, L layers, H hidden, S tokens of a sequence,
-of which a query sees half; recomputation does not count. Peak is torch's, in GiB, of any GPU, without what `symmetric`
-holds outside of torch's allocator (docs/design.md has the formula). --longest finds how long one sequence fits, to a
-sixteenth, every layer checkpointed; each try in processes of its own.
+cuDNN, both under FSDP2 over the same GPUs. A step is forward, backward and optimizer, of as many tokens per GPU at
+every length that fits; layers are checkpointed where `recomputed` says so, but for what attention gave, which all
+keep but PyTorch's context parallel. The arms' losses are compared, then their steps timed in turn; a time is the
+longest of any GPU, and the median of the rounds counts. Model TFLOP/s per GPU: (6 N + 6 L H S) per token, N weights
+without the embedding, L layers, H hidden, S tokens of a sequence, of which a query sees half; recomputation does not
+count. Peak is torch's, in GiB, of any GPU, without what `symmetric` holds outside of torch's allocator
+(docs/design.md has the formula). --longest finds how long one sequence fits, to a sixteenth, every layer
+checkpointed; each try in processes of its own.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ from measure import Row, write
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import ringflash as rf
 from ringflash.cli.timing import in_turn, matmul_tflops
 from ringflash.training import keep_attention
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
+LENGTHS = (2048, 8192, 32768, 131072)
 TOKENS_PER_GPU = 32768
 RECOMPUTED_FROM = 65536  # tokens per GPU
 TOLERANCE = 5e-3  # of a loss, relative
 NO_ROOM = "out of memory"
 # Of these two lengths' peaks a line is made, which says about how long a sequence fits.
-SHORT_TRIES = (32768, 65536)
+SHORT_TRIES = (16384, 32768)
 
 
 @dataclass
@@ -64,9 +67,21 @@ class Arm:
 
 def arms(ranks: int) -> list[Arm]:
     if ranks == 1:
-        return [ours(rf.Causal()), Arm("torch", partial(as_it_is, by_torch), {}), *by_cudnn()]
+        plain = Arm("torch", partial(as_it_is, by_torch), {"context_fn": torch_keeps})
+        return [ours(rf.Causal()), plain, *by_cudnn()]
     ring = rf.Ring(transport="symmetric")
     return [Arm("ringflash", partial(on_ring, ring), {"context_fn": keep_attention}), *context_parallel(ranks)]
+
+
+def torch_keeps() -> tuple[Any, Any]:
+    """A context_fn, as keep_attention is one for ours."""
+    aten = torch.ops.aten
+    kept = (
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+    )
+    return create_selective_checkpoint_contexts([op.default for op in kept])
 
 
 def ours(mask: rf.Mask) -> Arm:
@@ -81,7 +96,7 @@ def by_cudnn() -> list[Arm]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             yield batch, by_torch
 
-    return [Arm("torch cudnn", entered, {})]
+    return [Arm("torch cudnn", entered, {"context_fn": torch_keeps})]
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -178,12 +193,13 @@ def step_s(run: Run, arm: Arm, batch: Batch, recomputed: bool) -> tuple[float, f
     return largest(time.perf_counter() - since), largest(torch.cuda.max_memory_allocated() / 2**30)
 
 
-def measure(run: Run, length: int, rounds: int, ranks: int) -> Row:
+def measure(run: Run, length: int, rounds: int, ranks: int, only: list[str] | None = None) -> Row:
     size = run.model.size
     rows = max(1, TOKENS_PER_GPU * ranks // length)
     tokens = rows * length
     recomputed = tokens // ranks >= RECOMPUTED_FROM
     batch, found = Batch.drawn(rows, length, size.vocabulary, DEVICE), arms(ranks)
+    found = [arm for arm in found if only is None or arm.name in ("ringflash", *only)]
     with torch.no_grad():
         losses = {arm.name: run.loss(arm, batch, False, goes_back=False) for arm in found}
     expected = next(iter(losses.values()))
@@ -211,14 +227,14 @@ def measure(run: Run, length: int, rounds: int, ranks: int) -> Row:
     )  # fmt: skip
 
 
-def fits(run: Run, length: int, ranks: int, window: int | None) -> float:
-    """Peak GiB of two steps of one sequence of our arm, every layer checkpointed; the second has the optimizer's moments.
+def peaks(run: Run, lengths: list[int], ranks: int, window: int | None) -> list[float]:
+    """Peak GiB of a step of one sequence of our arm, every layer checkpointed, after a short one, which makes the moments.
 
     window: of one GPU, whose memory is the same whatever a query sees, and the time is not.
     """
     arm = arms(ranks)[0] if window is None else ours(rf.Window(window, 0))
-    batch = Batch.drawn(1, length, run.model.size.vocabulary, DEVICE)
-    return max(step_s(run, arm, batch, True)[1] for _ in range(2))
+    batches = (Batch.drawn(1, tokens, run.model.size.vocabulary, DEVICE) for tokens in (1024, *lengths))
+    return [round(step_s(run, arm, batch, True)[1], 2) for batch in batches][1:]
 
 
 def say(*words: object) -> None:
@@ -235,20 +251,21 @@ def work(arguments: argparse.Namespace) -> None:
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     run = Run.made(Size(), ranks)
     if arguments.trying:
-        peak = fits(run, arguments.trying, ranks, arguments.window)
+        found = peaks(run, arguments.trying, ranks, arguments.window)
         if rank == 0:
             gib = torch.cuda.mem_get_info()[1] / 2**30
-            arguments.verdict.write_text(json.dumps({"peak": round(peak, 2), "of": round(gib, 2)}))
+            arguments.verdict.write_text(json.dumps([*found, round(gib, 2)]))
         return
     matmul = matmul_tflops()
     rows = []
     for length in arguments.lengths:
-        row = measure(run, length, arguments.rounds, ranks)
+        row = measure(run, length, arguments.rounds, ranks, arguments.arms)
         rows.append(row)
         say(length, row.tflops, row.extra)
         if rank == 0:  # a longer one may run out of memory, or of time
             notes = " ".join(str(__doc__).split("\n\n")[2].split())
-            say(write(f"train_x{ranks}", rows, gpus=ranks, matmul=matmul, out=arguments.out, notes=notes))
+            which = "" if tuple(arguments.lengths) == LENGTHS else "_s" + "-".join(map(str, arguments.lengths))
+            say(write(f"train_x{ranks}{which}", rows, gpus=ranks, matmul=matmul, out=arguments.out, notes=notes))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -262,30 +279,31 @@ def launched(gpus: int, *arguments: str) -> int:
 def longest(gpus: int) -> None:
     """How long a sequence fits, to a sixteenth; each try in processes of its own, for one rank may run out alone."""
 
-    def tried(length: int, window: int | None) -> dict[str, float] | None:
-        """Peak GiB, and that of the GPU, or None where it runs out."""
+    def tried(window: int | None, *lengths: int) -> list[float] | None:
+        """Peak GiB of each, and that of the GPU, or None where it runs out."""
         with tempfile.TemporaryDirectory() as folder:
             verdict = Path(folder) / "verdict"
             said = [] if window is None else ["--window", str(window)]
-            status = launched(gpus, "--trying", str(length), "--verdict", str(verdict), *said)
+            status = launched(gpus, "--trying", *map(str, lengths), "--verdict", str(verdict), *said)
             found = verdict.read_text() if verdict.exists() else ""
         if found != NO_ROOM and status:
-            sys.exit(f"{length} tokens: ended with status {status}, and not for want of memory")
-        print(f"{gpus} GPUs, {length} tokens{' in a window' if said else ''}: {found}", flush=True)
+            sys.exit(f"{lengths} tokens: ended with status {status}, and not for want of memory")
+        print(f"{gpus} GPUs, {lengths} tokens{' in a window' if said else ''}: {found} GiB", flush=True)
         return None if found == NO_ROOM else json.loads(found)
 
     window = None
-    short, long = (tried(length, None) for length in SHORT_TRIES)
-    if short is None or long is None:
+    found = tried(None, *SHORT_TRIES)
+    if found is None:
         sys.exit(f"{SHORT_TRIES[1]} tokens do not fit")
+    short, long, whole = found
     if gpus == 1:
         window = 1023
-        again = tried(SHORT_TRIES[1], window)
-        if again is None or abs(again["peak"] - long["peak"]) > 0.01 * long["peak"]:
+        again = tried(window, SHORT_TRIES[1])
+        if again is None or abs(again[0] - long) > 0.01 * long:
             sys.exit("a window takes another amount of memory: times cannot be saved by it")
-    per_token = (long["peak"] - short["peak"]) / (SHORT_TRIES[1] - SHORT_TRIES[0])
-    guess = SHORT_TRIES[1] + int((long["of"] - long["peak"]) / per_token)
-    print(f"{gpus} GPUs: {search(lambda length: tried(length, window) is not None, guess)} tokens fit")
+    per_token = (long - short) / (SHORT_TRIES[1] - SHORT_TRIES[0])
+    guess = SHORT_TRIES[1] + int((whole - long) / per_token)
+    print(f"{gpus} GPUs: {search(lambda length: tried(window, length) is not None, guess)} tokens fit")
 
 
 def search(fitting: Callable[[int], bool], guess: int) -> int:
@@ -305,11 +323,12 @@ def search(fitting: Callable[[int], bool], guess: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--gpus", type=int, help="default all")
+    parser.add_argument("--arms", nargs="+", help="by name, beside ringflash; default all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--longest", action="store_true", help="how long a sequence fits, instead of times")
-    parser.add_argument("--trying", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--trying", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--verdict", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--window", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for the results; default benchmarks/results")

@@ -84,7 +84,7 @@ class Hopper(Backend):
         if is_last and into is not None:
             partial = Partial(q.new_empty(B, Sq, Hq, Dv), partial.lse)
         shape, lo, hi = _ends(bounds, 0, q.device)
-        tiles = forward_tiles(B, Sq, Hq, Hk, D, Dv, shape, bounds.is_even, into is not None, is_last)
+        tiles = forward_tiles(B, Sq, Hq, Hk, D, Dv, shape, into is not None, is_last)
         keys, values = described(k, tiles.keys, tiles.dim), described(v, tiles.keys, tiles.value_dim)
         with torch.cuda.device(q.device):
             forward_kernel[(min(tiles.programs, _multiprocessors(q.device)),)](
@@ -236,7 +236,7 @@ def _query_gradient(
     block_d, block_dv = padded(D), padded(Dv)
     block_k = queries_keys(block_d, block_dv)
     q_blocks = -(-Sq // (2 * ROWS))
-    group = forward_group(Hq // Hk, q_blocks, bounds.is_even)
+    group = forward_group(Hq // Hk, q_blocks, bounds.shape == "full")
     lo, hi = bounds.to(q.device)
     with torch.cuda.device(q.device):
         queries_backward_kernel[(q_blocks * B * Hq,)](
