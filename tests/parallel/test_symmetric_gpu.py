@@ -122,3 +122,37 @@ def test_a_captured_step_replays(pair, backend, lands, route):
     problem = {"queries": 1000, "heads": (4, 2), "dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     options = {"mask": rf.Causal(), "backend": backend, "route": route}
     assert max(pair.run(replay_on_one_gpu, rf.Zigzag(), problem, options, lands, timeout_s=100.0)) < 1e-3
+
+
+def attend_to_padding(side, problem, options, lands):
+    """R33, R34: the worst error of real rows, and whether padded ones are exactly nothing, where padding holds NaN."""
+    landing.MOST_BYTES = 1 << 30 if lands else 0
+    torch.cuda.set_device(0)
+    S, lengths = problem["queries"], [problem["queries"], problem["queries"] * 5 // 12]
+    mask = getattr(rf.Padding, side)(lengths, length=S) & rf.Causal()
+    inputs = draw(**problem)
+    expected = dense_gradients(**inputs, mask=mask)
+    is_real = torch.arange(S, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    is_real = is_real if side == "right" else is_real.flip(1)
+    for x in inputs.values():
+        x[~is_real] = torch.nan
+    ring = ring_on_one_gpu(rf.Zigzag())
+    q, k, v = (ring.shard(inputs[x]).clone().requires_grad_() for x in ("q", "k", "v"))
+    out, lse = rf.attention(q, k, v, ring=ring, mask=mask, return_lse=True, **options)
+    gradients = torch.autograd.grad((out, lse), (q, k, v), [ring.shard(inputs[x]) for x in ("dout", "dlse")])
+    here, worst, is_nothing = ring.shard(is_real), {}, True
+    for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True):
+        worst[name] = relative_error(x[here], ring.shard(expected[name])[here])
+        is_nothing &= bool((x[~here] == (-torch.inf if name == "lse" else 0)).all())
+    return worst, is_nothing
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+@pytest.mark.parametrize("lands", [True, False], ids=["landed", "by_source"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_R33_R34_what_lies_in_the_padding_has_no_effect(pair, side, lands, route):
+    problem = {"batch": 2, "queries": 2000, "heads": (4, 2), "dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    options = {"backend": "hopper", "route": route}
+    for worst, is_nothing in pair.run(attend_to_padding, side, problem, options, lands, timeout_s=100.0):
+        assert all(error < (1e-4 if what == "lse" else 6e-3) for what, error in worst.items()), worst
+        assert is_nothing
