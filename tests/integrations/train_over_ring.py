@@ -47,7 +47,7 @@ def arguments(folder, batch, **more):
     return TrainingArguments(**{**settings, **more})
 
 
-def train(kind, batch, attention="ring", uneven=True, settings=None, **more):
+def train(kind, batch, attention="ring", uneven=True, settings=None, first=False, **more):
     """{"train": losses, "eval": losses of 8 and, where processes share no batch, of 9 documents, "weights": ...}."""
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,6 +59,8 @@ def train(kind, batch, attention="ring", uneven=True, settings=None, **more):
             data_collator=DataCollatorWithFlattening(),
             **more,
         )
+        if first:
+            trainer.evaluate()
         trainer.train()
         evaluated = [trainer.evaluate()["eval_loss"]]
         if uneven:
@@ -81,10 +83,9 @@ def work(rank, processes, store, path, runs):
         ranks, batch, where = name.split(":")
         ranks, batch = int(ranks), int(batch)
         mesh = init_device_mesh("cpu", (processes // ranks, ranks), mesh_dim_names=("dp", "cp"))
-        settings = {"average_tokens_across_devices": where == "across"}
-        results[name] = train(
-            RingTrainer, batch, ring=rf.Ring(mesh["cp"]), uneven=ranks == processes, settings=settings
-        )
+        settings, first = {"average_tokens_across_devices": where != "each"}, where == "evaluated"
+        ring = rf.Ring(mesh["cp"])
+        results[name] = train(RingTrainer, batch, ring=ring, uneven=ranks == processes, settings=settings, first=first)
     if rank == 0:
         torch.save(results, path)
     dist.destroy_process_group()

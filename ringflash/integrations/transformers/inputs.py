@@ -93,7 +93,8 @@ def _said(whole: dict[str, Any], tokens: Tensor) -> tuple[Mask, Tensor]:
                 f"local_inputs: cu_seq_lens_q and cu_seq_lens_k of a batch of {B}; must be alike, and of one row"
             )
         packing = documents(cu_seqlens=borders[0].flatten(), causal=True, length=N)
-        mask, positions = packing.mask, packing.position_ids[None]
+        positions = packing.position_ids[None]
+        mask = packing.mask if packing.mask.padding else _documents_of(positions, N)
     if ids is not None:
         ids = ids if ids.dim() == 2 else ids[None]
         by_ids = _documents_of(ids.cpu(), N)

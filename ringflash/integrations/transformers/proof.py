@@ -24,7 +24,7 @@ def check_model(model: nn.Module) -> None:
     with another attn_implementation, one that does not hand keyword arguments on, one with recurrent layers. Here two
     threads run 16 tokens, 8 each, and the result is compared with one run of all of them.
 
-    model: with its weights, before DDP or FSDP wraps it. It runs in eval mode, three times 16 tokens; nothing is sent, and
+    model: with its weights, before DDP or FSDP wraps it. It runs in eval mode, four times 16 tokens; nothing is sent, and
         nothing of it changes.
     """
     was_training = model.training
@@ -34,14 +34,22 @@ def check_model(model: nn.Module) -> None:
         device = embedding.weight.device
         ids = (torch.arange(TOKENS, device=device)[None] * 7 + 3) % embedding.num_embeddings
         at = torch.arange(TOKENS, device=device)[None]
+        labels = ids % 2  # which a model of two classes has too
         with torch.no_grad():
-            whole, loss = _run(model, {"input_ids": ids, "position_ids": at, "labels": ids})
-        cut, cut_loss = _in_parts(model, ids, at, with_ring=True)
-        apart, _ = _in_parts(model, ids, at, with_ring=False)
+            whole, loss = _whole(model, {"input_ids": ids, "position_ids": at, "labels": labels})
+            by_itself, _ = _whole(model, {"input_ids": ids, "labels": labels})
+        cut, cut_loss = _in_parts(model, ids, labels, at, with_ring=True)
+        apart, _ = _in_parts(model, ids, labels, at, with_ring=False)
     finally:
         model.train(was_training)
     name = type(model).__name__
-    wrong, worst = (float((x - whole).abs().max()) for x in (cut, apart))
+    wrong, worst, moved = (float((x - whole).abs().max()) for x in (cut, apart, by_itself))
+    if not moved < LOGITS * worst:
+        raise ValueError(
+            f"check_model: {name} gives other logits when it makes up positions itself (largest difference {moved:.1e}); "
+            "must count tokens 0, 1, 2, ..., as local_inputs does for it. Models that begin at another position, such as "
+            "Roberta, cannot be served"
+        )
     if not wrong < LOGITS * worst:
         raise ValueError(
             f"check_model: {name} gives other logits over a ring (largest difference {wrong:.1e}; without a ring "
@@ -55,17 +63,29 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def _whole(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, float]:
+    try:
+        return _run(model, inputs)
+    except NotImplementedError:  # a layer that says why
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"check_model: {type(model).__name__} does not give logits [B, S, vocabulary] and a loss for input_ids and "
+            f"labels [B, S], as causal language models do: {error}"
+        ) from error
+
+
 def _run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, float]:
     out = model(**inputs, use_cache=False)
     return out.logits.float(), float(out.loss)
 
 
-def _in_parts(model: nn.Module, ids: Tensor, at: Tensor, with_ring: bool) -> tuple[Tensor, float]:
+def _in_parts(model: nn.Module, ids: Tensor, labels: Tensor, at: Tensor, with_ring: bool) -> tuple[Tensor, float]:
     """The logits of the whole, and the sum of the parts of the loss."""
 
     def part(member: Member) -> tuple[Tensor, float]:
         ring = Ring(transport=member)
-        inputs = local_inputs({"input_ids": ids, "position_ids": at, "labels": ids}, ring, averaged_over=1)
+        inputs = local_inputs({"input_ids": ids, "position_ids": at, "labels": labels}, ring, averaged_over=1)
         if not with_ring:
             inputs = {name: x for name, x in inputs.items() if name not in ("ring", "mask", "length")}
         with torch.no_grad():  # which is each thread's own matter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from ringflash.integrations.transformers.shown import Ends, Shown, as_mask, bloc
 from ringflash.ring import Ring
 from ringflash.schedule.documents import Documents, Padding
 from ringflash.schedule.integers import integers
+from ringflash.schedule.layout import shard_positions
 from ringflash.schedule.mask import Causal, Full, Intersection, Mask, Union, Window
 
 KINDS = {"full_attention", "sliding_attention", "attention"}  # of layers that a ring can serve, by config.layer_types
@@ -61,13 +63,14 @@ def own_rule(layer: Layer, shown: Shown | Tensor | None, position_ids: Tensor | 
     borders: cumulative lengths of the documents, as collators for FlashAttention give them.
     """
     kept = shown.kept if isinstance(shown, Shown) else {}
-    rule: Mask | None = kept.get(layer.is_causal)
+    key = layer.is_causal, layer.keys
+    rule: Mask | None = kept.get(key)
     if rule is None:
         ends = _ends(layer, shown)
         for is_border in (_restarts(layer, position_ids), _from_borders(layer, borders)):
             if is_border is not None and bool(is_border.any()):
                 ends = cut_at(ends, is_border)
-        rule = kept[layer.is_causal] = as_mask(ends, layer.keys)
+        rule = kept[key] = as_mask(ends, layer.keys)
     return rule
 
 
@@ -75,6 +78,10 @@ def _ends(layer: Layer, shown: Shown | Tensor | None) -> Ends:
     if shown is None:
         return ends_of(layer.rule, layer.queries, layer.keys)
     if isinstance(shown, Shown):
+        if layer.keys > shown.asked["kv_length"]:
+            raise NotImplementedError(
+                f"{layer}: attends to {layer.keys} keys, and its mask knows {shown.asked['kv_length']}. {layer.remedy}"
+            )
         ends = shown.ends
     elif is_plain(shown, layer.keys):
         ends = read(blocks_of(shown, layer.keys), layer.keys)
@@ -142,7 +149,7 @@ def said_rule(
     kept = shown.kept if isinstance(shown, Shown) else {}
     key = (ring, mask, length, layer.window, layer.is_causal)
     if key not in kept:
-        _check_call(layer, shown, borders, mask)
+        _check_call(layer, shown, borders, mask, ring)
         if ring is None:
             N = layer.keys
         else:
@@ -152,6 +159,8 @@ def said_rule(
         said: Mask | Union = (Causal() if layer.is_causal else Full()) if mask is None else mask
         parts = said.parts if isinstance(said, Union) else (said,)
         _check_causal(layer, parts, N)
+        if ring is not None:
+            _check_rope(layer, parts, N, ring)
         ids = _check_positions(layer, parts, here, position_ids)
         _check_own_mask(layer, shown, ids)
         kept[key] = said & layer.windowed
@@ -159,7 +168,11 @@ def said_rule(
     return rule
 
 
-def _check_call(layer: Layer, shown: Shown | Tensor | None, borders: Tensor | None, mask: Mask | Union | None) -> None:
+def _check_call(
+    layer: Layer, shown: Shown | Tensor | None, borders: Tensor | None, mask: Mask | Union | None, ring: object
+) -> None:
+    if ring is not None and not isinstance(ring, Ring):
+        raise TypeError(f"{layer}: ring is {type(ring).__name__}; must be a Ring, such as Ring(mesh['cp'])")
     if mask is not None and not isinstance(mask, (Mask, Union)):
         raise TypeError(f"{layer}: mask is {type(mask).__name__}; must be a Mask such as Causal() or Documents(...)")
     config = getattr(layer.module, "config", None)
@@ -201,6 +214,56 @@ def _check_causal(layer: Layer, parts: tuple[Mask, ...], N: int) -> None:
                 f"{layer}: is causal, and mask {part} shows later tokens; must show none. Write Causal() & ..., or "
                 "Documents(..., causal=True)"
             )
+    if not layer.is_causal and all(_hides_all_later(part, position) for part in parts):
+        raise ValueError(
+            f"{layer}: is not causal, and mask {' | '.join(map(str, parts))}, such as local_inputs makes, shows no later "
+            "tokens; pass mask=Full(), or Documents(..., causal=False)"
+        )
+
+
+def _hides_all_later(part: Mask, position: Tensor) -> bool:
+    """Of positions that see earlier ones."""
+    lo, hi = part.bounds(position)
+    is_seen = lo < hi
+    return bool((hi <= position + 1)[is_seen].all() and (lo < position)[is_seen].any())
+
+
+def _check_rope(layer: Layer, parts: tuple[Mask, ...], N: int, ring: Ring) -> None:
+    """Rotary frequencies that change with the length of the sequence: each rank finds them by its own positions."""
+    config = getattr(layer.module, "config", None)
+    for kind, longest in _rope_by_length(config):
+        positions_restart = any(
+            isinstance(rule, (Documents, Padding))
+            for part in parts
+            for rule in (part.masks if isinstance(part, Intersection) else (part,))
+        )
+        lasts = [int(shard_positions(ring.layout, N, rank, ring.ranks)[-1]) + 1 for rank in range(ring.ranks)]
+        # Of two sets of frequencies the second serves all that is longer.
+        are_alike = kind == "longrope" and not positions_restart and min(lasts) > longest
+        if ring.ranks > 1 and longest < N and not are_alike:
+            raise NotImplementedError(
+                f"{layer}: rotary embeddings of type {kind!r} change with the length beyond {longest} tokens, and each rank "
+                f"would go by its own part of {N}. Leave ring= out, or choose embeddings that do not, such as 'yarn'"
+            )
+
+
+def _rope_by_length(config: object) -> list[tuple[str, int]]:
+    """(type, the length up to which frequencies stay as they are) of rotary embeddings that depend on the length."""
+    said = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(said, Mapping):
+        return []
+    longest = getattr(config, "max_position_embeddings", 0)
+    found = []
+    for one in (said, *(value for value in said.values() if isinstance(value, Mapping))):
+        kind = one.get("rope_type", one.get("type"))
+        if kind == "dynamic":
+            found.append((kind, longest))
+        elif kind == "longrope":
+            original = one.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            found.append((kind, original or longest))
+    return found
 
 
 def _check_positions(layer: Layer, parts: tuple[Mask, ...], here: Tensor, position_ids: Tensor | None) -> Tensor:

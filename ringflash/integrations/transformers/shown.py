@@ -21,6 +21,8 @@ from ringflash.schedule.traced import carried
 # Looked at together: 64 MiB of one byte each.
 PAIRS_AT_ONCE = 2**26
 
+COUNTED = ("q_offset", "cache_position", "kv_offset")
+
 Ends = tuple[Tensor, Tensor]  # (lo, hi) int64 [1 or B, Sq] on the CPU: keys lo <= key < hi, as local indices
 
 
@@ -57,6 +59,12 @@ class Shown:
 
     __add__ = __radd__ = __getitem__ = __mul__ = __rmul__ = _is_no_tensor
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"attn_implementation='ring': the model asks its mask for {name!r}, and it is none of torch's: it is read by "
+            "layers that attend through transformers' registry. Use attn_implementation='eager'"
+        )
+
     @property
     def local_size(self) -> int | None:
         """Of a window or chunk, where the mask has one."""
@@ -87,7 +95,8 @@ class Shown:
 
 def show(**asked: Any) -> Shown:
     """transformers' mask functions say what a mask is to show; ours keeps the question, for layers that know the ring."""
-    return Shown(asked)
+    # Static caches count in these tensors, and have counted on when the question is read.
+    return Shown({name: x.clone() if name in COUNTED and isinstance(x, Tensor) else x for name, x in asked.items()})
 
 
 def blocks_of(mask: Tensor, keys: int) -> Iterator[Tensor]:

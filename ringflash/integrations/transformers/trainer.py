@@ -30,13 +30,14 @@ class RingTraining:
 
     Errors: ValueError and NotImplementedError, on creation, for a model whose layers do not get the ring (`check_model`),
     processes that the ring does not divide, and for what would look at a part of the sequence as if it were all:
-    label_smoothing_factor, compute_loss_func, compute_metrics, parallelism_config.
+    label_smoothing_factor, compute_loss_func, compute_metrics, parallelism_config, neftune_noise_alpha; for torch_compile.
     """
 
     def __init__(self, *args: Any, ring: Ring, **kwargs: Any) -> None:
         if not isinstance(ring, Ring):
             raise TypeError(f"RingTraining: ring is {type(ring).__name__}; must be a Ring")
         self.ring = ring
+        self._was_evaluated, self._was_trained = False, False
         super().__init__(*args, **kwargs)
         self._check_settings()
         made: Any = self.model  # type: ignore[attr-defined]
@@ -94,7 +95,26 @@ class RingTraining:
             )
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._was_evaluated and not self._was_trained:
+            self._forget_evaluation()
+        self._was_trained = True
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def _forget_evaluation(self) -> None:
+        """accelerate takes a model prepared for evaluation for one prepared to train, whose gradients then stay apart."""
+        trainer: Any = self
+        if getattr(trainer, "is_fsdp_enabled", False):
+            raise NotImplementedError(
+                "RingTraining: evaluate() before the first train() under FSDP would leave the model as it was made for "
+                "evaluation; set eval_on_start = True instead, or train first"
+            )
+        prepared = trainer.accelerator._models
+        prepared[:] = [model for model in prepared if model is not trainer.model]
+        trainer.model._is_accelerate_prepared = False
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._was_evaluated = True
         if self.ring.ranks > 1:
             self.gather_function = self._one_of_each_ring
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
@@ -115,6 +135,7 @@ class RingTraining:
             "compute_loss_func": trainer.compute_loss_func,
             "compute_metrics": trainer.compute_metrics,
             "parallelism_config": getattr(args, "parallelism_config", None),
+            "neftune_noise_alpha": getattr(args, "neftune_noise_alpha", None),
         }
         for name, value in given.items():
             if value:
@@ -122,6 +143,11 @@ class RingTraining:
                     f"RingTraining: {name} = {value!r}; must be left out, because it would work on a part of the sequence "
                     "as if it were the whole"
                 )
+        if getattr(args, "torch_compile", False):
+            raise NotImplementedError(
+                "RingTraining: torch_compile = True; must be False, because torch.compile does not follow a model of "
+                "transformers that is called with a ring"
+            )
         if args.n_gpu > 1:
             raise ValueError(f"RingTraining: one process has {args.n_gpu} GPUs; must be one each, start with torchrun")
         processes, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
