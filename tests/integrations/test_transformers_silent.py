@@ -156,3 +156,45 @@ def test_models_of_another_kind_fail_the_check_with_a_word(kind):
     config = transformers.LlamaConfig(**SIZES, attn_implementation="ring")
     with pytest.raises(ValueError, match=f"check_model: Llama{kind} does not give logits"):
         check_model(getattr(transformers, f"Llama{kind}")(config))
+
+
+def compiled_against_eager(what, batches):
+    """In a worker of two: the largest differences of loss and of gradients, over batches of documents of these lengths."""
+    ring, worst = rf.Ring(), 0.0
+    plain, compiled = make("Gemma2", "ring"), make("Gemma2", "ring")
+    if what == "model":
+        called = torch.compile(compiled, backend="aot_eager")
+    else:
+        called = compiled
+        for layer in compiled.model.layers:
+            layer.compile(backend="aot_eager")
+    for lengths in batches:
+        ids = tokens(1, sum(lengths))
+        batch = {"input_ids": ids, "labels": labels_of(ids, lengths), "position_ids": restarting(lengths)}
+        inputs = local_inputs(batch, ring, averaged_over=1)
+        losses = [model(**inputs, use_cache=False).loss for model in (plain, called)]
+        for loss in losses:
+            loss.backward()
+        pairs = [losses, *((a.grad, b.grad) for a, b in zip(plain.parameters(), compiled.parameters(), strict=True))]
+        worst = max([worst, *(float((a - b).detach().abs().max()) for a, b in pairs)])
+    return worst
+
+
+@pytest.mark.parametrize("what", ["model", "layers"])
+def test_compiled_models_and_layers_give_the_same_over_a_ring(own_workers, what):
+    batches = [[22], [10, 12], [4, 18], [7, 9, 15]]
+    assert max(own_workers(2).run(compiled_against_eager, what, batches, timeout_s=150.0)) < 1e-5
+
+
+def test_a_compiled_model_gives_the_same_alone():
+    ids, lengths = tokens(2, 22), [8, 14]
+    inputs = {
+        "input_ids": ids,
+        "labels": labels_of(ids, lengths),
+        "position_ids": restarting(lengths),
+        "use_cache": False,
+    }
+    found = torch.compile(make("Mistral", "ring"), backend="aot_eager")(**inputs)
+    expected = make("Mistral", "ring")(**inputs)
+    assert_alike(found.logits.detach(), expected.logits.detach())
+    assert_alike(found.loss.detach(), expected.loss.detach())

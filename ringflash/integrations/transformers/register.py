@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
 
 from ringflash.integrations.transformers.attend import attend
 from ringflash.integrations.transformers.shown import show
@@ -35,10 +40,17 @@ def register(name: str = "ring") -> None:
         raise ValueError(
             f"register: name = {name!r}; must not contain 'flash', by which transformers 5 knows FlashAttention packages"
         )
+    attends, shows = _outside_of_graphs()
     for registry, ours in (
-        (transformers.AttentionInterface, attend),
-        (transformers.AttentionMaskInterface, show),
+        (transformers.AttentionInterface, attends),
+        (transformers.AttentionMaskInterface, shows),
     ):
         if registry().get(name, ours) is not ours:
             raise ValueError(f"register: name = {name!r} is taken by another attention; choose another name")
         registry.register(name, ours)
+
+
+@lru_cache(maxsize=1)
+def _outside_of_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch.compile breaks its graph at them: what a mask shows, and whose tokens these are, is looked up in Python."""
+    return torch.compiler.disable(attend), torch.compiler.disable(show)

@@ -30,7 +30,7 @@ class RingTraining:
 
     Errors: ValueError and NotImplementedError, on creation, for a model whose layers do not get the ring (`check_model`),
     processes that the ring does not divide, and for what would look at a part of the sequence as if it were all:
-    label_smoothing_factor, compute_loss_func, compute_metrics, parallelism_config, neftune_noise_alpha; for torch_compile.
+    label_smoothing_factor, compute_loss_func, compute_metrics, parallelism_config, neftune_noise_alpha.
     """
 
     def __init__(self, *args: Any, ring: Ring, **kwargs: Any) -> None:
@@ -143,11 +143,6 @@ class RingTraining:
                     f"RingTraining: {name} = {value!r}; must be left out, because it would work on a part of the sequence "
                     "as if it were the whole"
                 )
-        if getattr(args, "torch_compile", False):
-            raise NotImplementedError(
-                "RingTraining: torch_compile = True; must be False, because torch.compile does not follow a model of "
-                "transformers that is called with a ring"
-            )
         if args.n_gpu > 1:
             raise ValueError(f"RingTraining: one process has {args.n_gpu} GPUs; must be one each, start with torchrun")
         processes, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
