@@ -237,9 +237,10 @@ def _check_rope(layer: Layer, parts: tuple[Mask, ...], N: int, ring: Ring) -> No
             for part in parts
             for rule in (part.masks if isinstance(part, Intersection) else (part,))
         )
-        lasts = [int(shard_positions(ring.layout, N, rank, ring.ranks)[-1]) + 1 for rank in range(ring.ranks)]
+        shards = (shard_positions(ring.layout, N, rank, ring.ranks) for rank in range(ring.ranks))
+        ends = [int(positions[-1]) + 1 for positions in shards if positions.numel()]
         # Of two sets of frequencies the second serves all that is longer.
-        are_alike = kind == "longrope" and not positions_restart and min(lasts) > longest
+        are_alike = kind == "longrope" and not positions_restart and min(ends) > longest
         if ring.ranks > 1 and longest < N and not are_alike:
             raise NotImplementedError(
                 f"{layer}: rotary embeddings of type {kind!r} change with the length beyond {longest} tokens, and each rank "
