@@ -199,6 +199,8 @@ def measure(run: Run, length: int, rounds: int, ranks: int, only: list[str] | No
     tokens = rows * length
     recomputed = tokens // ranks >= RECOMPUTED_FROM
     batch, found = Batch.drawn(rows, length, size.vocabulary, DEVICE), arms(ranks)
+    if unknown := sorted(set(only or ()) - {arm.name for arm in found}):
+        raise ValueError(f"no arm is called {', '.join(unknown)}; there are {', '.join(arm.name for arm in found)}")
     found = [arm for arm in found if only is None or arm.name in ("ringflash", *only)]
     with torch.no_grad():
         losses = {arm.name: run.loss(arm, batch, False, goes_back=False) for arm in found}

@@ -149,6 +149,15 @@ def test_a_ring_under_fsdp2_is_measured_as_one_device_is(own_workers):
             assert loss == pytest.approx(again.loss(train.arms(1)[1], batch, False, goes_back=False), rel=1e-4)
 
 
+def test_arms_are_chosen_by_name():
+    train = loaded()
+    run = train.Run.made(small(train), 1)
+    assert set(train.measure(run, LENGTH, 1, 1, ["torch"]).tflops) == {"ringflash", "torch"}
+    assert set(train.measure(run, LENGTH, 1, 1, []).tflops) == {"ringflash"}
+    with pytest.raises(ValueError, match="no arm is called cudnn; there are ringflash, torch"):
+        train.measure(run, LENGTH, 1, 1, ["cudnn"])
+
+
 @pytest.mark.parametrize("most", [30_000, 250_000, 262_144, 280_000, 400_000])
 def test_the_longest_length_is_found_to_a_sixteenth_of_the_guess(most):
     tried = []

@@ -63,10 +63,13 @@ def test_a_ring_of_one_trains_like_transformers_alone():
 
 def test_a_ring_of_two_trains_and_evaluates_like_one_process(tmp_path):
     """R42, R61, R70, with accumulation; the last batch of evaluation is not full. Wherever tokens are counted."""
-    results = over_ring(tmp_path, 2, "2:2:across", "2:2:each", "2:2:evaluated", "2:2:compiled")
+    results = over_ring(
+        tmp_path, 2, "2:2:across", "2:2:each", "2:2:evaluated", "2:2:compiled", "2:2:evaluated-compiled"
+    )
     check(results["2:2:across"])
     check(results["2:2:each"])
     check(results["2:2:compiled"])
+    check(results["2:2:evaluated-compiled"])
     check(results["2:2:evaluated"])  # before it was trained, which accelerate alone would then not do
 
 

@@ -83,8 +83,8 @@ def work(rank, processes, store, path, runs):
         ranks, batch, where = name.split(":")
         ranks, batch = int(ranks), int(batch)
         mesh = init_device_mesh("cpu", (processes // ranks, ranks), mesh_dim_names=("dp", "cp"))
-        settings, first = {"average_tokens_across_devices": where != "each"}, where == "evaluated"
-        if where == "compiled":
+        settings, first = {"average_tokens_across_devices": where != "each"}, "evaluated" in where
+        if "compiled" in where:
             settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
         ring = rf.Ring(mesh["cp"])
         results[name] = train(RingTrainer, batch, ring=ring, uneven=ranks == processes, settings=settings, first=first)

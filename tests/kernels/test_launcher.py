@@ -171,6 +171,14 @@ def test_under_the_interpreter_a_kernel_is_launched_as_it_is():
     assert launcher(forward.forward_kernel) is forward.forward_kernel
 
 
+def test_on_amd_a_kernel_is_launched_as_it_is(monkeypatch):
+    """There Triton tells large tensors apart, which their keys do not."""
+    assert isinstance(launcher(Kernel()), Launcher)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    kernel = Kernel()
+    assert launcher(kernel) is kernel
+
+
 def test_else_all_kernels_are_launched_by_launchers():
     code = (
         "from ringflash.kernels.triton import launch, sums; from ringflash.kernels.triton.launcher import Launcher; "

@@ -66,7 +66,7 @@ def check_model(model: nn.Module) -> None:
 def _whole(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, float]:
     try:
         return _run(model, inputs)
-    except NotImplementedError:  # a layer that says why
+    except (NotImplementedError, torch.OutOfMemoryError):  # a layer that says why, or a device that is full
         raise
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(

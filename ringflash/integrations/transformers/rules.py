@@ -232,6 +232,8 @@ def _check_rope(layer: Layer, parts: tuple[Mask, ...], N: int, ring: Ring) -> No
     """Rotary frequencies that change with the length of the sequence: each rank finds them by its own positions."""
     config = getattr(layer.module, "config", None)
     for kind, longest in _rope_by_length(config):
+        if ring.ranks == 1 or longest >= N:
+            continue
         positions_restart = any(
             isinstance(rule, (Documents, Padding))
             for part in parts
@@ -240,8 +242,7 @@ def _check_rope(layer: Layer, parts: tuple[Mask, ...], N: int, ring: Ring) -> No
         shards = (shard_positions(ring.layout, N, rank, ring.ranks) for rank in range(ring.ranks))
         ends = [int(positions[-1]) + 1 for positions in shards if positions.numel()]
         # Of two sets of frequencies the second serves all that is longer.
-        are_alike = kind == "longrope" and not positions_restart and min(ends) > longest
-        if ring.ranks > 1 and longest < N and not are_alike:
+        if kind != "longrope" or positions_restart or min(ends) <= longest:
             raise NotImplementedError(
                 f"{layer}: rotary embeddings of type {kind!r} change with the length beyond {longest} tokens, and each rank "
                 f"would go by its own part of {N}. Leave ring= out, or choose embeddings that do not, such as 'yarn'"

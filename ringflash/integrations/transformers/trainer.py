@@ -112,6 +112,7 @@ class RingTraining:
         prepared = trainer.accelerator._models
         prepared[:] = [model for model in prepared if model is not trainer.model]
         trainer.model._is_accelerate_prepared = False
+        trainer.model_wrapped = trainer.model  # where it was compiled, evaluation has left that here
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._was_evaluated = True

@@ -15,8 +15,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 
 def launcher(kernel: Any) -> Any:
-    """Of a kernel, which is launched alike; under the interpreter the kernel itself."""
-    return kernel if isinstance(kernel, InterpretedFunction) else Launcher(kernel)
+    """Of a kernel, which is launched alike; under the interpreter the kernel itself, and on AMD, where sizes count too."""
+    return kernel if isinstance(kernel, InterpretedFunction) or torch.version.hip else Launcher(kernel)
 
 
 class Launcher:
