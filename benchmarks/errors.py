@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import Row, write
+from measure import RUN, Row, torchrun, write
 from torch import Tensor
 
 import ringflash as rf
@@ -86,20 +85,9 @@ def measure(groups: dict[int, Any]) -> list[Row]:
                 for route in ROUTES:
                     found[f"{transport}, {route} travel, {ranks} ranks"] = of_ring(ring, mask, route, inputs, expected)
         for what, errors in found.items():
-            extra = {result: f"{error:.2e}" for result, error in errors.items()}
-            rows.append(
-                Row(
-                    "both",
-                    HEAD_DIM,
-                    ":".join(map(str, HEADS)),
-                    name,
-                    TOKENS,
-                    1,
-                    max(groups),
-                    {},
-                    extra={"what": what} | extra,
-                )
-            )
+            extra = {"what": what} | {result: f"{error:.2e}" for result, error in errors.items()}
+            heads = ":".join(map(str, HEADS))
+            rows.append(Row("both", HEAD_DIM, heads, name, TOKENS, 1, max(groups), {}, extra=extra))
     return rows
 
 
@@ -116,9 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the results; default benchmarks/results")
     arguments = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
-        here, gpus = Path(__file__).resolve().parent, str(torch.cuda.device_count())
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus]
-        sys.exit(subprocess.run([*command, str(here / "run.py"), "errors", *sys.argv[1:]], check=False).returncode)
+        sys.exit(torchrun(torch.cuda.device_count(), RUN, "errors", *sys.argv[1:]))
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
@@ -127,11 +113,8 @@ def main() -> None:
     if rank == 0:
         for row in rows:
             print(row.mask, row.extra, flush=True)
-        print(
-            write(
-                f"errors_x{ranks}", rows, gpus=ranks, matmul=0.0, out=arguments.out, notes=str(__doc__).split("\n\n")[1]
-            )
-        )
+        notes = str(__doc__).split("\n\n")[1]
+        print(write(f"errors_x{ranks}", rows, gpus=ranks, matmul=0.0, out=arguments.out, notes=notes))
     dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ import triton
 from ringflash.kernels.table import gpu_class
 
 RESULTS = Path(__file__).resolve().parent / "results"
+RUN = RESULTS.parent / "run.py"
 
 
 @dataclass
@@ -33,6 +34,12 @@ class Row:
     tflops: dict[str, float]
     efficiency: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def torchrun(gpus: int, script: Path, *arguments: str) -> int:
+    """The exit status of a script in a process for each GPU of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", str(script)]
+    return subprocess.run([*command, *arguments], check=False).returncode
 
 
 def command() -> str:

@@ -141,14 +141,11 @@ def train(paths: list[Path], out: Path) -> list[Path]:
         rows = sorted(rows, key=lambda row: row["tokens"])
         names = [name for name in TRAIN_COLORS if any(name in row["tflops"] for row in rows)]
         figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-        panels = (
-            ("model TFLOP/s per GPU", [row["tflops"] for row in rows]),
-            (
-                "peak GiB",
-                [row["extra"]["peak_gib"] for row in rows],
-            ),
-        )
-        for axis, (title, figures) in zip(axes, panels, strict=True):
+        panels = {
+            "model TFLOP/s per GPU": [row["tflops"] for row in rows],
+            "peak GiB": [row["extra"]["peak_gib"] for row in rows],
+        }
+        for axis, (title, figures) in zip(axes, panels.items(), strict=True):
             width = 0.8 / len(names)
             for i, name in enumerate(names):
                 middle = [place + (i - (len(names) - 1) / 2) * width for place in range(len(rows))]

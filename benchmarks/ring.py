@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import Row, write
+from measure import RUN, Row, torchrun, write
 from torch import Tensor
 
 import ringflash as rf
@@ -310,10 +309,7 @@ def main() -> None:
     if "LOCAL_RANK" in os.environ:
         work(arguments)
         return
-    gpus = str(torch.cuda.device_count())
-    here = Path(__file__).resolve().parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus]
-    sys.exit(subprocess.run([*command, str(here / "run.py"), "ring", *sys.argv[1:]], check=False).returncode)
+    sys.exit(torchrun(torch.cuda.device_count(), RUN, "ring", *sys.argv[1:]))
 
 
 if __name__ == "__main__":

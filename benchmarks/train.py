@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPT, Attend, Batch, Size
-from measure import Row, write
+from measure import RUN, Row, torchrun, write
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -273,9 +272,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def launched(gpus: int, *arguments: str) -> int:
-    here = Path(__file__).resolve().parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    return subprocess.run([*command, str(here / "run.py"), "train", *arguments], check=False).returncode
+    return torchrun(gpus, RUN, "train", *arguments)
 
 
 def longest(gpus: int) -> None:

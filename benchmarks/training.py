@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
 import torch
-from measure import RESULTS, Row, write
+from measure import RESULTS, Row, torchrun, write
 
 from ringflash.cli.timing import matmul_tflops
 
@@ -27,11 +26,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--steps", arguments.steps, "--seq-len", arguments.seq_len, "--compare-steps", arguments.steps]
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", str(EXAMPLE),
-            "--out", folder, "--compare", *map(str, flags),
-        ]  # fmt: skip
-        code = subprocess.run(command, check=False).returncode
+        code = torchrun(gpus, EXAMPLE, "--out", folder, "--compare", *map(str, flags))
         compared = json.loads((Path(folder) / "compare.json").read_text())
         metrics = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     rows = []

@@ -234,11 +234,7 @@ def _check_rope(layer: Layer, parts: tuple[Mask, ...], N: int, ring: Ring) -> No
     for kind, longest in _rope_by_length(config):
         if ring.ranks == 1 or longest >= N:
             continue
-        positions_restart = any(
-            isinstance(rule, (Documents, Padding))
-            for part in parts
-            for rule in (part.masks if isinstance(part, Intersection) else (part,))
-        )
+        positions_restart = any(_restarting(part) for part in parts)
         shards = (shard_positions(ring.layout, N, rank, ring.ranks) for rank in range(ring.ranks))
         ends = [int(positions[-1]) + 1 for positions in shards if positions.numel()]
         # Of two sets of frequencies the second serves all that is longer.
@@ -268,6 +264,12 @@ def _rope_by_length(config: object) -> list[tuple[str, int]]:
     return found
 
 
+def _restarting(part: Mask) -> list[Mask]:
+    """What a mask is made of after whose borders positions may count from 0."""
+    rules = part.masks if isinstance(part, Intersection) else (part,)
+    return [rule for rule in rules if isinstance(rule, (Documents, Padding))]
+
+
 def _check_positions(layer: Layer, parts: tuple[Mask, ...], here: Tensor, position_ids: Tensor | None) -> Tensor:
     """The position ids on the CPU, if they are those of this rank's tokens: in the whole sequence, or in each document."""
     if position_ids is None or position_ids.dim() != 2:
@@ -281,9 +283,8 @@ def _check_positions(layer: Layer, parts: tuple[Mask, ...], here: Tensor, positi
     for part in parts:
         lo, hi = part.bounds(here)
         seen = seen | (lo < hi)
-        for rule in part.masks if isinstance(part, Intersection) else (part,):
-            if isinstance(rule, (Documents, Padding)):
-                starts = torch.maximum(starts, rule.bounds(here)[0])
+        for rule in _restarting(part):
+            starts = torch.maximum(starts, rule.bounds(here)[0])
     if ids.shape[-1] != here.shape[0] or not any(
         bool(((ids == expected) | ~seen).all()) for expected in (here, here - starts)
     ):
